@@ -38,8 +38,8 @@ logger = safe_logger("commandbus.worker")
 
 FLUSH_SECONDS: Final = 1.0
 SWITCH_SECONDS: Final = 0.001
-"""After so long a thread hands the GIL to one that waits for it. With Python's 5 ms the claimer and the settler
-would wait longer for the slots than for the database."""
+"""After so long a thread hands the GIL to a thread that waits for it. With Python's 5 ms, the claimer and the
+settler would wait longer for the GIL than for the database."""
 CLEAN, CONFIGURATION, REFUSED, DATABASE, LEFT_BEHIND, BUG = 0, 3, 5, 6, 7, 70
 
 
@@ -65,24 +65,24 @@ class Control:
         cut = {name: value[:LONGEST_TEXT] if isinstance(value, str) else value for name, value in more.items()}
         line = json.dumps({"say": what, **cut}, default=str).encode() + b"\n"
         with self._saying, contextlib.suppress(OSError):
-            if file_behind(self._connection.fileno()) == self._file:  # a handler may have closed it
+            if file_behind(self._connection.fileno()) == self._file:  # a handler may have closed the socket
                 self._connection.sendall(line)
 
     def say_state(self, state: str, reason: str) -> None:
-        """The worker's state has changed."""
+        """Tell the supervisor that the worker's state has changed."""
         self.say("state", state=state, reason=reason)
 
     def say_waiting(self, reason: str) -> None:
-        """The start waits for the database."""
+        """Tell the supervisor that the start waits for the database."""
         self.say("doing", doing=f"waiting for the database: {reason}")
 
     def starting(self, worker: Worker) -> None:
-        """From now on something may have been claimed, and the process must not simply exit."""
+        """Note that the worker may have claimed something, so the process must not simply exit."""
         with self._obeying:
             self._worker = worker
 
     def started(self, worker: Worker) -> None:
-        """From now on this worker follows orders."""
+        """Let this worker follow orders from now on."""
         with self._obeying:
             self._is_started = True
             for order in self._waiting:
@@ -96,12 +96,12 @@ class Control:
                 except Exception:
                     logger.exception("the supervisor's order %r could not be carried out", line.strip())
                 if file_behind(self._connection.fileno()) != self._file:
-                    return  # the number of the socket belongs to another file now
+                    return  # the descriptor's number belongs to another file now
 
     def _take(self, order: dict[str, Any]) -> None:
         with self._obeying:
             if self._worker is None:
-                leave(CLEAN)  # the import of the user's code may take long, and nothing was claimed yet
+                leave(CLEAN)  # the import of the user's code may take long, but nothing was claimed yet
             if self._is_started or order["do"] == "stop":
                 _obey(self._worker, order)
             else:
@@ -124,7 +124,7 @@ def main() -> NoReturn:
     die_with(told.parent)
     write_stacks_to(told.crash)
     with contextlib.suppress(ValueError):
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # reloading is the supervisor's business
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # only the supervisor reloads
     set_up_logging(told.settings)
     sys.setswitchinterval(SWITCH_SECONDS)
     control = Control(socket.socket(fileno=told.control))

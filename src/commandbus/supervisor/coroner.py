@@ -1,10 +1,10 @@
 """Coroner: settles what dead workers held, and looks for work that nobody claims.
 
-A case is done when the queue says that the dead worker holds nothing more. Until then the coroner tries again: a
-row that another transaction holds is returned as busy, and the database may be unreachable for a while. Commands
-that other workers have claimed meanwhile, because a lease ran out, belong to them. The supervisor's loop only
-hands over cases and reads results; it never waits. A case that cannot be examined does not delay others: it is
-tried again, and in the end the leases run out.
+A case is done when the queue shows that the dead worker holds nothing more. Until then the coroner tries again: a
+row that another transaction has locked is returned as busy, and the database may be unreachable for a while. If a
+lease ran out and another worker has claimed the command meanwhile, the command belongs to that worker. The
+supervisor's loop only hands over cases and reads results; it never waits. A case that cannot be examined does not
+delay others: it is tried again, and in the end the leases run out.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ HURRIED_MS: Final = 100  # how long to wait for a row that is known to be locked
 class Case:
     """A dead worker: its id, how it died, and what its board showed.
 
-    If its board was overwritten, nobody knows what ran: every command that it held may have run, and may have
+    If its board was overwritten, nobody knows what ran. Every command that it held may have run, and may have
     overwritten the board.
     """
 
@@ -92,14 +92,14 @@ class Case:
         return self.hello.id
 
     def slot_of(self, domain: str, held: Held) -> SlotView | None:
-        """The slot in which a held row ran, if it did."""
+        """The slot in which a held row ran; None if it did not run."""
         for slot in self.slots:
             if (slot.msg_id, slot.read_ct) == held.row[:2] and self._domain(slot) == domain:
                 return slot
         return None
 
     def msg_ids(self, domain: str) -> list[int]:
-        """What ran of a domain."""
+        """The msg_ids of a domain that ran."""
         return [slot.msg_id for slot in self.slots if self._domain(slot) == domain]
 
     def _domain(self, slot: SlotView) -> str | None:
@@ -111,7 +111,7 @@ class Case:
 class Trace:
     """The sockets that a worker had open when it was condemned; its handlers' own connections are among them.
 
-    It is killed when `is_done` is set, or soon after.
+    The worker is killed when `is_done` is set, or soon after.
     """
 
     worker: str
@@ -123,8 +123,8 @@ class Trace:
 
 @dataclass(frozen=True, slots=True)
 class CoronerLook:
-    """The work that could be claimed, and when it was counted. `lost_since` is set while the database is away.
-    `figures` are those of limits and breakers, which the whole fleet shares."""
+    """The work that could be claimed, and when it was counted. `lost_since` is set while the database is
+    unreachable. `figures` are those of limits and breakers, which the whole fleet shares."""
 
     at: float = 0.0
     domains: dict[str, ClaimableWork] = field(default_factory=dict)
@@ -133,14 +133,14 @@ class CoronerLook:
 
 
 class Coroner(DatabaseService):
-    """One thread. `look` and `done` are read by the supervisor's loop."""
+    """One thread. The supervisor's loop reads `look` and `done`."""
 
     def __init__(self, settings: Settings, name: str) -> None:
         super().__init__(settings, name=name, part="coroner", prepares=False)
         self._name = name
         self._cases: list[Case] = []
         self._traces: list[Trace] = []
-        self._opened: dict[str, list[DatabaseSession]] = {}  # by a worker's handlers
+        self._opened: dict[str, list[DatabaseSession]] = {}  # by worker: sessions that its handlers opened
         self._lock = threading.Lock()
         self._scouted_at = 0.0
         self._words = Words(settings)
@@ -151,8 +151,8 @@ class Coroner(DatabaseService):
         self.done = 0
 
     def successor(self) -> Coroner:
-        """Another one in its place, because this thread has ended or does not move. It takes over the cases. If
-        this one moves again, it ends; what it writes until then is under the same fences."""
+        """Returns a coroner that takes over the cases, because this thread has ended or is stuck. If this thread
+        wakes up again, it ends. Until then both write under the same fences."""
         self._stopping.set()
         self.wake()
         other = Coroner(self._settings, self._name)
@@ -163,7 +163,7 @@ class Coroner(DatabaseService):
         return other
 
     def add(self, case: Case) -> None:
-        """A worker died."""
+        """Add the case of a worker that died."""
         with self._lock:
             self._cases.append(case)
         self.wake()
@@ -171,8 +171,8 @@ class Coroner(DatabaseService):
     def trace(self, trace: Trace) -> None:
         """A worker will be killed: find out now which database sessions its handlers have opened themselves.
 
-        After the kill that is impossible: the worker's own sessions, which prove that the sockets can be trusted,
-        end with it.
+        After the kill that is impossible: the worker's own sessions end with it, and they are the proof that the
+        list of its sockets is right.
         """
         with self._lock:
             self._traces.append(trace)
@@ -180,12 +180,12 @@ class Coroner(DatabaseService):
 
     @property
     def open_cases(self) -> list[Case]:
-        """Those that are not done."""
+        """The cases that are not done."""
         with self._lock:
             return list(self._cases)
 
     def round(self) -> None:
-        if self.look.lost_since is not None:  # it is back
+        if self.look.lost_since is not None:  # the database is reachable again
             self.look = replace(self.look, lost_since=None)
             self._scouted_at = 0.0
         self._work()
@@ -204,7 +204,7 @@ class Coroner(DatabaseService):
 
     def _work(self) -> None:
         self._spare_others(self._look_at_traces)
-        # What could not be written because the connection was lost.
+        # Write what could not be written before, because the connection was lost.
         self._spare_others(lambda: self._words.write(self._connection))
         self._spare_others(self._judge_breakers)
         for case in self.open_cases:
@@ -222,12 +222,12 @@ class Coroner(DatabaseService):
         self.look = CoronerLook(time.monotonic(), seen, figures=self._connection.run(figures(self.domains)))
 
     def _spare_others(self, work: Callable[[], None]) -> bool:
-        """One task: if it fails, the others are still done."""
+        """Do one task. If it fails, the other tasks are still done."""
         try:
             work()
         except PassingError as error:
             if not is_locked(error):
-                raise  # the database is unreachable: again
+                raise  # the database is unreachable: the round is repeated later
             logger.warning("the coroner found a locked row, and tries again: %s", str(error).strip())
             return False
         except Exception:
@@ -259,7 +259,7 @@ class Coroner(DatabaseService):
     # -- one case
 
     def _examine(self, case: Case) -> None:
-        """One attempt at a case. What the worker still holds decides whether another one is needed."""
+        """Make one attempt at a case. If the worker still holds something after that, another one follows."""
         self._end_sessions(case)
         held = {domain: self._held(case, domain) for domain in case.hello.domains}
         if case.findings is None:
@@ -337,7 +337,7 @@ class Coroner(DatabaseService):
         return examine(case.death, running)
 
     def _settle(self, case: Case, domain: str, rows: Sequence[Held]) -> int:
-        """Write the outcomes. Returns how many are to be tried again."""
+        """Write the outcomes. Returns how many must be tried again."""
         findings = case.findings or {}
         by_key = {}
         for held in rows:
@@ -358,7 +358,7 @@ class Coroner(DatabaseService):
         return sum(answer in ("busy", "canceled") for answer in answers.values())
 
     def _count(self, case: Case, domain: str, held: Held, finding: Finding) -> None:
-        """Report a culprit to the breaker of its type. A command that was to be canceled is not reported."""
+        """Report a culprit to the breaker of its type. A command that somebody asked to cancel is not reported."""
         row = held.row
         if held.cancel is None and row.id is not None:
             judgement = Judgement(Verdict.RETRY, finding.failure)
@@ -387,7 +387,7 @@ class Coroner(DatabaseService):
     def _write(
         self, domain: str, worker: str, settlements: Sequence[Settlement], lock_timeout_ms: int | None = None
     ) -> dict[tuple[int, int], str]:
-        """All in one, or after an error one by one: a bad or locked row must not fail the others."""
+        """Settle all at once or, after an error, one by one: a bad or locked row must not fail the others."""
         try:
             return dict(self._connection.run(settle(domain, worker, settlements, lock_timeout_ms=lock_timeout_ms)))
         except psycopg.Error as error:
@@ -418,5 +418,5 @@ def _running(case: Case, domain: str, held: Held, slot: SlotView | None, rule: R
 
 
 def _is_isolated(settings: Settings, row: ClaimedRow, rule: Rule) -> bool:
-    """Did it run in a process of its own?"""
+    """Did it run in a child process?"""
     return row.suspect is not None or rule.isolation == "process" or (settings.quarantine and bool(row.quarantine))

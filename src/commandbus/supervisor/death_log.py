@@ -1,4 +1,4 @@
-"""Log lines about a dead worker: how it died, who is charged, and what happened to the other commands.
+"""Log lines about a dead worker: how it died, which attempt is charged, and what happened to the other commands.
 
 No line repeats another: only the first one names the cause.
 """
@@ -29,7 +29,7 @@ _AFTERWARDS: Final[dict[str | None, str]] = {
 
 
 def say_death(worker: WorkerProcess, death: Death) -> None:
-    """How a worker ended."""
+    """Log how a worker ended."""
     if worker.failed is not None and worker.ready_at is None:
         logger.error("worker %s could not start: %s", worker.name, worker.failed.message)
         return
@@ -40,7 +40,7 @@ def say_death(worker: WorkerProcess, death: Death) -> None:
 
 
 def say_culprit(worker: str, domain: str, held: Held, finding: Finding, settlement: Settlement) -> None:
-    """An attempt is charged with its worker's death."""
+    """Log that an attempt is charged with its worker's death."""
     status = json.loads(settlement.row).get("s") if settlement.is_final else None
     logger.log(
         logging.ERROR if status == CommandStatus.IN_TROUBLESHOOTING_QUEUE else logging.WARNING,
@@ -55,7 +55,8 @@ def say_culprit(worker: str, domain: str, held: Held, finding: Finding, settleme
 
 
 def say_done(worker: str, named: Mapping[str, Sequence[str]], *, after_seconds: float, was_planned: bool) -> None:
-    """Everything that a dead worker held is settled. After a planned end there is mostly nothing to log."""
+    """Log that everything that a dead worker held is settled. After a planned end there is usually nothing to
+    log."""
     logger.log(
         logging.DEBUG if was_planned and not named else logging.INFO,
         "post-mortem of worker %s: %s (%.2f s after its end)",

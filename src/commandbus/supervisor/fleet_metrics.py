@@ -1,6 +1,6 @@
 """Metrics of limits, breakers and schedules. Pure.
 
-They describe the whole fleet, from the database. Every supervisor reports the same values, so take `max by
+They describe the whole fleet, as the database knows it. Every supervisor reports the same values, so take `max by
 (limit)`, not a sum. They are as old as the coroner's last look (3 s), and older while the database is unreachable.
 """
 
@@ -13,7 +13,7 @@ from commandbus.supervisor.metrics import COUNTER, GAUGE, Metric, MetricKind, Sa
 
 
 def shared_metrics(figures: FleetFigures) -> list[Metric]:
-    """What the fleet shares."""
+    """The metrics that the whole fleet shares."""
 
     def limit(name: str, kind: MetricKind, about: str, value: Callable[[LimitFigures], float | None]) -> Metric:
         found = [(item.name, value(item)) for item in figures.limits]

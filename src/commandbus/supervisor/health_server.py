@@ -3,7 +3,7 @@
     200  {"status": "healthy" | "degraded", "reasons": [...], …}
     503  {"status": "critical", "reasons": [...], …}
 
-It knows nothing about workers: three callables return the answers; if one raises, the answer is a 503. They run on
+It knows nothing about workers: three callables return the answers. If one raises, the answer is a 503. They run on
 the server's threads, so they must be thread-safe and quick: they read memory, not the database.
 
 The server's own thread answers the liveness check, so silent connections or slow scrapes cannot delay it
@@ -42,7 +42,7 @@ class HealthVerdict:
 
 
 class HealthServer:
-    """The server. `port` 0 takes any free one; `port` tells which, once it has started."""
+    """The server. With `port` 0 it takes any free port; once it has started, `port` says which."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class HealthServer:
 
     @property
     def port(self) -> int:
-        """Where it listens."""
+        """The address at which it listens."""
         return self._asked_port if self._server is None else self._server.port
 
     def start(self) -> None:
@@ -91,7 +91,7 @@ class HealthServer:
         logger.info("health checks: http://%s:%d%s, %s, %s", self._shown_host, self.port, LIVE, READY, METRICS)
 
     def stop(self) -> None:
-        """Stop listening. Answers that are under way go on for a moment."""
+        """Stop listening. Answers that have begun may go on for a moment."""
         server, self._server = self._server, None
         if server is not None:
             self._asked_port = server.port
@@ -103,7 +103,7 @@ class HealthServer:
 
 
 def _refusal(host: str, port: int, error: Exception) -> str:
-    """What is wrong with the address, and which settings say it."""
+    """What is wrong with the address, and which settings contain it."""
     code = getattr(error, "errno", None)
     if code == errno.EADDRINUSE:
         problem = f"health_port {port} on {host} is in use by another program: choose another one"
@@ -114,7 +114,7 @@ def _refusal(host: str, port: int, error: Exception) -> str:
     return f"{problem} (WORKER_HEALTH_PORT, WORKER_HEALTH_HOST)"
 
 
-# --- what is answered ------------------------------------------------------------------------------------------
+# --- the answers -----------------------------------------------------------------------------------------------
 
 
 def _as_json(code: int, document: dict[str, Any]) -> HttpAnswer:

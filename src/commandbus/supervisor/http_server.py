@@ -7,10 +7,10 @@ One thread serves all clients with a selector, so a silent client costs only a d
     TAKING    it takes the answer: at most SEND_SECONDS without a byte, TAKE_SECONDS in all
     LEAVING   it has the answer; what it still sends is thrown away, so that the answer is not lost by a reset
 
-There are at most CONNECTIONS. One more closes another: first a client that is leaving, then the asking client that
-has been silent for longest. The server's own thread makes `urgent` answers at once, so the liveness check never
-waits. Every other path has its own thread, which makes one answer for all clients that asked meanwhile. So slow
-answers delay neither each other nor the urgent ones.
+There are at most CONNECTIONS clients. One more makes the server close another: first a client that is leaving,
+then the asking client that has been silent for longest. The server's own thread makes `urgent` answers at once, so
+the liveness check never waits. Every other path has its own thread, which makes one answer for all clients that
+asked meanwhile. So slow answers delay neither each other nor the urgent ones.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ Route = Callable[[], HttpAnswer]
 
 
 class _State(IntEnum):
-    """In the order in which clients have to make room."""
+    """The states of a client, in the order in which clients have to make room."""
 
     LEAVING = 0
     ASKING = 1
@@ -91,7 +91,8 @@ class _Client:
 
 
 class _Maker:
-    """The thread that makes the answers of one path; each is for all clients that had asked when it began."""
+    """The thread that makes the answers of one path. Each answer is for all clients that had asked when it
+    began."""
 
     def __init__(self, name: str, route: Route, done: Callable[[list[_Client], HttpAnswer], None]) -> None:
         self._route = route
@@ -126,8 +127,8 @@ class _Maker:
 
 
 class HttpServer:
-    """Listens as soon as it is created, and answers after `start`. Routes must not raise; `refusal` makes
-    errors."""
+    """Listens as soon as it is created, and answers after `start`. Routes must not raise; `refusal` makes the
+    answers for errors."""
 
     def __init__(
         self,
@@ -156,7 +157,7 @@ class HttpServer:
         self._thread = threading.Thread(target=self._serve, name="probes", daemon=True)
 
     def start(self) -> None:
-        """Answer, from now on."""
+        """Begin to answer."""
         for maker in self._makers.values():
             maker.start()
         self._thread.start()
@@ -190,7 +191,7 @@ class HttpServer:
         return any(client.state in (_State.WAITING, _State.TAKING) for client in self._clients)
 
     def _turn_safely(self) -> None:
-        """An error of ours may cost clients, but must not end the server."""
+        """Run one turn of the loop. An error of ours may cost clients, but must not end the server."""
         try:
             self._turn()
         except Exception:
@@ -213,23 +214,23 @@ class HttpServer:
             self._close(client)
 
     def _pause(self, now: float) -> float:
-        """Until when nothing has to be done."""
+        """How long nothing has to be done."""
         ends = [client.end_at for client in self._clients]
         if self._deaf_until is not None:
             ends.append(self._deaf_until)
         return max(0.0, min([now + _LONGEST_TURN, *ends]) - now)
 
     def _safely(self, work: Callable[[_Client, float], None], client: _Client, now: float) -> None:
-        """An error with one client must not affect the others."""
+        """Do something for one client. An error must not affect the other clients."""
         try:
             work(client, now)
         except (BlockingIOError, InterruptedError):
             return
-        except Exception:  # mostly a connection that broke off
+        except Exception:  # usually a connection that was closed
             logger.debug("the connection of a health check broke off", exc_info=True)
             self._close(client)
 
-    # -- who comes and goes
+    # -- clients come and go
 
     def _listen_again(self, now: float) -> None:
         if self._deaf_until is not None and now >= self._deaf_until and self._stop_at is None:
@@ -249,7 +250,7 @@ class HttpServer:
             self._welcome(connection, now)
 
     def _pause_listening(self, now: float) -> None:
-        """No descriptor is left: a closed connection may help."""
+        """No descriptor is left: close a connection, which may help."""
         self._make_room()
         self._deaf_until = now + _FULL_PAUSE
         self._selector.unregister(self._listener)
@@ -267,7 +268,7 @@ class HttpServer:
         client = _Client(connection, now)
         self._clients[client] = None
         self._selector.register(connection, selectors.EVENT_READ, client)
-        self._safely(self._serve_client, client, now)  # mostly its request is there already
+        self._safely(self._serve_client, client, now)  # usually its request is there already
 
     def _make_room(self) -> None:
         if self._clients:
@@ -371,10 +372,10 @@ class HttpServer:
         if not data or client.ignored > _MOST_IGNORED:
             self._close(client)
 
-    # -- answers that are made elsewhere
+    # -- answers that other threads make
 
     def _made(self, clients: list[_Client], answer: HttpAnswer) -> None:
-        """On a maker's thread."""
+        """Called on the thread that has made an answer."""
         self._made_answers.append((clients, answer))
         self._wake()
 
@@ -394,7 +395,7 @@ class HttpServer:
 
 
 def _listening(host: str, port: int) -> socket.socket:
-    """Without asking the DNS for this machine's name, which can take seconds."""
+    """Bind without asking the DNS for this machine's name, which can take seconds."""
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -37,7 +37,7 @@ GAUGE: Final = MetricKind.GAUGE
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One value, with the labels that tell it from the others of its metric."""
+    """One value, with the labels that distinguish it from the other values of its metric."""
 
     value: float
     labels: Mapping[str, str] = field(default_factory=dict)
@@ -71,7 +71,7 @@ class Metric:
 
 
 def render(metrics: Iterable[Metric]) -> str:
-    """The text of a scrape's answer; a ValueError if two metrics have the same name."""
+    """The text of a scrape's answer. Raises ValueError if two metrics have the same name."""
     lines: list[str] = []
     names: set[str] = set()
     for metric in metrics:

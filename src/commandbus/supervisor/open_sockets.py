@@ -16,7 +16,7 @@ _SOCKET: Final = re.compile(r"socket:\[(\d+)\]")
 
 
 def open_sockets(pid: int) -> list[Socket]:
-    """What is established now; both tables are those of the process's own network namespace."""
+    """The connections that are established now. Both tables belong to the process's own network namespace."""
     folder = Path(f"/proc/{pid}")
     inodes = _inodes(folder / "fd")
     if not inodes:
@@ -31,7 +31,7 @@ def _inodes(files: Path) -> set[str]:
             try:
                 target = str(entry.readlink())
             except OSError:
-                continue  # closed meanwhile
+                continue  # closed in the meantime
             if socket := _SOCKET.fullmatch(target):
                 found.add(socket[1])
     except OSError:

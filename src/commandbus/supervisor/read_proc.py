@@ -23,18 +23,19 @@ def thread_cpu(pid: int) -> dict[int, float]:
 
 
 def cpu_since(before: dict[int, float], now: dict[int, float]) -> dict[int, float]:
-    """What each thread has used since, rounded as the kernel counts."""
+    """The CPU seconds that each thread has used since, rounded as the kernel counts."""
     return {thread: max(0.0, seconds - before.get(thread, 0.0)) for thread, seconds in now.items()}
 
 
 def is_stopped(pid: int) -> bool:
-    """Was it stopped, by SIGSTOP or a debugger?"""
+    """Was the process stopped, by SIGSTOP or a debugger?"""
     fields = _stat(Path(f"/proc/{pid}"))
     return fields is not None and fields[0] in ("T", "t")
 
 
 def _stat(folder: Path) -> list[str] | None:
-    """The fields of `stat` from the state on; a thread's name may hold any bytes, spaces and brackets too."""
+    """The fields of `stat`, beginning with the state. (A thread's name may contain any bytes, even spaces,
+    brackets.)"""
     try:
         return (folder / "stat").read_bytes().rpartition(b")")[2].decode("ascii", "replace").split()
     except OSError:

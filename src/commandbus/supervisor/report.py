@@ -13,7 +13,7 @@ logger = safe_logger("commandbus.supervisor")
 
 @dataclass(frozen=True, slots=True)
 class SupervisorReport:
-    """How it ended. `abandoned` attempts were cut off by the end, `unwritten` outcomes were not stored."""
+    """How a supervisor ended. Its end cut off `abandoned` attempts, and `unwritten` outcomes were not stored."""
 
     reason: str
     settled: int
@@ -25,11 +25,11 @@ class SupervisorReport:
 
     @property
     def is_clean(self) -> bool:
-        """Nothing was left behind."""
+        """Was nothing left behind?"""
         return self.abandoned == 0 and self.unwritten == 0
 
     def say(self, supervisor: str) -> None:
-        """Tell the log."""
+        """Log it."""
         logger.log(
             logging.INFO if self.is_clean else logging.WARNING,
             "supervisor %s stopped (%s): %d settled, %d given back, %d abandoned, %s unwritten",

@@ -1,10 +1,10 @@
 """How soon a dead worker is replaced: at once, unless workers die one after the other.
 
 A death within EARLY_SECONDS of the start counts. The series ends when a worker that was started after the last
-such death has lived longer. Workers that were started before prove nothing about new ones. Without a visible cause
-the pauses are 0, 1, 2, 4 … 30 s, because something is wrong with the program or the machine. If attempts ran, they
-caused it, and max_attempts bounds how often that happens. Then a few deaths in a row cost no pause, and further
-ones a second each, so that many bad commands do not cause a storm of process starts.
+such death lives longer. Workers that were started before prove nothing about new ones. Without a visible cause the
+pauses are 0, 1, 2, 4 … 30 s, because something is wrong with the program or the machine. If attempts ran, they are
+the cause, and max_attempts bounds how often that happens. Then the first few deaths in a row cost no pause, and
+each further death costs a second, so that many bad commands do not cause a storm of process starts.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ CRASH_SECONDS: Final = 1.0
 
 
 class RestartBudget:
-    """Pure bookkeeping; instants are the caller's clock."""
+    """Pure bookkeeping; instants are of the caller's clock."""
 
     def __init__(self) -> None:
         self.next_at = -math.inf
@@ -35,7 +35,7 @@ class RestartBudget:
         self._times = 0
 
     def died(self, now: float, *, lived_seconds: float, was_running: bool) -> float:
-        """A worker died unexpectedly. Returns the pause before its replacement."""
+        """Note that a worker died unexpectedly. Returns the pause before its replacement."""
         born_at = now - lived_seconds
         if lived_seconds >= EARLY_SECONDS:
             self.survived(born_at)
@@ -44,7 +44,7 @@ class RestartBudget:
         if was_running:
             self._crashes += 1
             pause = 0.0 if self._crashes <= FREE_CRASHES else CRASH_SECONDS
-        elif born_at >= self._round_at:  # those that were started together fail together, and count once
+        elif born_at >= self._round_at:  # workers that were started together fail together, and count once
             self._unexplained += 1
             self._round_at = now
             pause = 0.0 if self._unexplained == 1 else self._backoff.next()
@@ -59,7 +59,8 @@ class RestartBudget:
         return self._times
 
     def survived(self, born_at: float) -> None:
-        """A worker has lived longer than EARLY_SECONDS: if it started after the last death, the series is over."""
+        """Note that a worker has lived for EARLY_SECONDS. If it started after the last death, the series is
+        over."""
         if born_at >= self._failed_at:
             self._unexplained = self._crashes = self._times = 0
             self._backoff.reset()

@@ -14,7 +14,8 @@ CAUGHT = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class Signals:
-    """The received signals, in order. `socket` becomes readable when one comes. `ignored` ones never come."""
+    """The received signals, in order. `socket` becomes readable when a signal comes. `ignored` signals never
+    come."""
 
     def __init__(self) -> None:
         self.socket, self._theirs = socket.socketpair()
@@ -26,7 +27,8 @@ class Signals:
 
     @contextmanager
     def caught(self) -> Iterator[None]:
-        """Within the block signals come here; those that were ignored stay ignored (nohup means it)."""
+        """Receive signals within the block. Signals that were ignored before stay ignored (nohup relies on
+        that)."""
 
         def note(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - the shape of a signal handler
             self._come.append(number)
@@ -46,7 +48,7 @@ class Signals:
             signal.set_wakeup_fd(wakeup)
 
     def take(self) -> list[signal.Signals]:
-        """What has come since the last time."""
+        """The signals that have come since the last call."""
         try:
             while self.socket.recv(4096):
                 pass

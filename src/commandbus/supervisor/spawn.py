@@ -24,8 +24,8 @@ CHILD = "commandbus.supervisor.child_main"
 
 
 def spawn(settings: Settings, supervisor: str, *, turn: int, generation: int = 0) -> WorkerProcess:
-    """Start a worker with these settings. `turn` is a file: whoever holds its lock may run a command that was lost
-    before, one at a time."""
+    """Start a worker with these settings. `turn` is a file. A worker that holds its lock may run a command that
+    was lost before: so these run one at a time."""
     board = Board.create(2 * settings.concurrency + ROUTER_SLOTS)
     crash = sealed_memory("commandbus-crash", LONGEST_DUMP)
     ours, theirs = socket.socketpair()

@@ -14,12 +14,13 @@ from typing import Any
 
 from commandbus.settings import Settings
 
-"""Makes a worker process write the stacks of all its threads into its crash file, also when it is frozen."""
+"""The signal on which a worker process writes the stacks of all its threads into its crash file, even if
+frozen."""
 
 
 @dataclass(frozen=True, slots=True)
 class StartMessage:
-    """The settings, whose child it is, and its file descriptors."""
+    """The settings, the supervisor's identity, and the file descriptors of the worker process."""
 
     settings: Settings
     supervisor: str

@@ -60,7 +60,7 @@ KILL_RESERVE: Final = 1.0
 AT_ONCE_SECONDS: Final = 1.0
 FIRST_CONNECT_SECONDS: Final = 0.5
 DESCENDANTS_SECONDS: Final = 1.0
-"""How long the first turn of the loop waits for the first connect, which mostly takes milliseconds."""
+"""How long the first turn of the loop waits for the first connection, which usually takes milliseconds."""
 EXTEND_EVERY_SECONDS: Final = 10.0
 EXTEND_BY_SECONDS: Final = 60.0
 STARTING, RUNNING, RELOADING, STOPPING = "STARTING", "RUNNING", "RELOADING", "STOPPING"
@@ -69,8 +69,8 @@ STARTING, RUNNING, RELOADING, STOPPING = "STARTING", "RUNNING", "RELOADING", "ST
 def supervise(settings: Settings, *, reload: Callable[[], Settings] | None = None) -> SupervisorReport:
     """Run workers until a signal stops them. `reload` reads the settings again, for SIGHUP.
 
-    The supervisor keeps an embedded server for all that time. Raises the error that kept the first worker from
-    starting.
+    The supervisor keeps an embedded server running for all that time. If the first worker cannot start, raises its
+    error.
     """
     signals, database = Signals(), Database(settings)
     reserve = STOP_RESERVE + (EMBEDDED_RESERVE if embedded_folder(settings) is not None else 0.0)
@@ -86,7 +86,7 @@ def supervise(settings: Settings, *, reload: Callable[[], Settings] | None = Non
 
 
 class Supervisor:
-    """The loop. Its settings name a server that can be connected to."""
+    """The loop. Its settings contain the address of a server that accepts connections."""
 
     def __init__(
         self,
@@ -128,7 +128,7 @@ class Supervisor:
         self._view = View(time.monotonic(), STARTING)
 
     def run(self) -> SupervisorReport:
-        """Run until a signal stops it. Raises the error that kept the first workers from starting."""
+        """Run until a signal stops it. If the first workers cannot start, raises their error."""
         probes = self._probes()
         try:
             if probes is not None:
@@ -157,7 +157,7 @@ class Supervisor:
         self._wait()
         now = time.monotonic()
         if now - turned_at > BLIND_SECONDS:
-            self._blind_until = now  # this process was suspended; the workers are not to blame
+            self._blind_until = now  # this process was suspended, which is not the workers' fault
         for number in self._signals.take():
             self._obey(number, now)
         self._worker_processes.look(now, blind_until=self._blind_until)
@@ -174,14 +174,14 @@ class Supervisor:
     def _wait(self) -> None:
         now = time.monotonic()
         due = [
-            max(worker.condemned.kill_at, now + LOOK_SECONDS)  # until it is dead
+            max(worker.condemned.kill_at, now + LOOK_SECONDS)  # until the worker is dead
             for worker in self._worker_processes.workers
             if worker.condemned is not None
         ]
         for key, _ in self._selector.select(max(0.0, min([now + TICK_SECONDS, *due]) - now)):
             worker = key.data
             if isinstance(worker, WorkerProcess) and key.fileobj is worker.control and not worker.hear(now):
-                self._selector.unregister(worker.control)  # closed; its pidfd says when it is dead
+                self._selector.unregister(worker.control)  # closed; the pidfd says when the worker is dead
 
     def _move_on(self, now: float) -> None:
         if self._worker_processes.fatal is not None:
@@ -213,7 +213,8 @@ class Supervisor:
         )
 
     def _tend_coroner(self, now: float) -> None:
-        """If its thread has ended or does not move, another one takes over. /health/ready names it before that."""
+        """If the coroner's thread has ended or is stuck, another one takes over. /health/ready reports the
+        trouble before that."""
         if not self._coroner.is_broken:
             self._coroner_broken_at = math.inf
         elif self._coroner_broken_at == math.inf:
@@ -234,7 +235,7 @@ class Supervisor:
                 self._coroner.trace(trace)
 
     def _connect(self) -> None:
-        """On the thread of the `ServerWait`: connect to the server, and check the role's privileges."""
+        """Connect to the server, and check the role's privileges. Runs on the thread of the `ServerWait`."""
         connection = LastingConnection(self._settings, name=f"{self.id} start")
         try:
             connection.run(check_may_work(self._settings.domains))
@@ -296,7 +297,7 @@ class Supervisor:
         logger.info("SIGHUP: new workers are started")
         self._phase = RELOADING
         self._notifier.reloading("new workers are started")
-        # The database stays: the coroner, and an embedded server, belong to this supervisor.
+        # The database stays the same: the coroner, and an embedded server, belong to this supervisor.
         self._worker_processes.begin_reload(replace(fresh, database_url=self._settings.database_url), now)
 
     def _stop(self, reason: str, now: float) -> None:
@@ -335,7 +336,7 @@ class Supervisor:
         return report
 
     def _leave_nobody(self) -> None:
-        """Normally no worker is left. After an error of ours, kill those that are."""
+        """Normally no worker is left. After an error of ours, kill those that are left."""
         for worker in self._worker_processes.workers:
             worker.kill()
             worker.reap(time.monotonic())

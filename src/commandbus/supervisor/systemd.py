@@ -1,8 +1,8 @@
 """Tell systemd how the supervisor is doing (sd_notify), with nothing but a socket.
 
 Without NOTIFY_SOCKET in the environment, every call does nothing. If the socket is gone or does not take a
-message, that is logged once, and again only after it has worked in between. No call raises. A worker must not
-speak for its supervisor: its environment gets no `SERVICE_VARIABLES`.
+message, that is logged once, and again only if it has worked in between. No call raises. A worker must not speak
+for its supervisor, so its environment does not contain the `SERVICE_VARIABLES`.
 """
 
 from __future__ import annotations
@@ -31,35 +31,37 @@ class Notifier:
 
     @property
     def is_on(self) -> bool:
-        """Is there somebody to tell?"""
+        """Is there a service manager?"""
         return bool(self._address)
 
     def ready(self, text: str | None = None) -> bool:
-        """It is up, or the reload is done; `text` is its status."""
+        """Report that the supervisor is up, or that the reload is done; `text` is its status."""
         return self._send("READY=1", text)
 
     def still_starting(self, seconds: float, text: str) -> bool:
-        """The start goes on: systemd's TimeoutStartSec must not end it within so many seconds from now."""
+        """Report that the start goes on: systemd's TimeoutStartSec must not end it for so many seconds from
+        now."""
         return self._send(f"EXTEND_TIMEOUT_USEC={round(seconds * 1_000_000)}", text)
 
     def watchdog(self) -> bool:
-        """It is alive; to be said at least every half of `watchdog_seconds()`."""
+        """Report that the supervisor is alive. Call it at least every half of `watchdog_seconds()`."""
         return self._send("WATCHDOG=1")
 
     def stopping(self, text: str | None = None) -> bool:
-        """It has begun to stop."""
+        """Report that the supervisor has begun to stop."""
         return self._send("STOPPING=1", text)
 
     def reloading(self, text: str | None = None) -> bool:
-        """It has begun to reload; `ready()` ends that."""
+        """Report that the supervisor has begun to reload; `ready()` ends that."""
         return self._send(f"RELOADING=1\nMONOTONIC_USEC={time.monotonic_ns() // 1000}", text)
 
     def status(self, text: str) -> bool:
-        """One line for `systemctl status`."""
+        """Set the line that `systemctl status` shows."""
         return self._send("", text)
 
     def watchdog_seconds(self) -> float | None:
-        """After how many seconds of silence systemd takes this process for dead; None if it does not watch it."""
+        """After how many seconds of silence systemd considers this process dead; None if systemd does not watch
+        it."""
         limit, pid = self._environ.get("WATCHDOG_USEC"), self._environ.get("WATCHDOG_PID")
         if not limit or (pid and pid != str(os.getpid())):
             return None
@@ -69,7 +71,7 @@ class Notifier:
         return int(limit) / 1_000_000 or None
 
     def _send(self, message: str, text: str | None = None) -> bool:
-        """Was it sent? A full queue is waited for no longer than SEND_SECONDS."""
+        """Send a message. Returns whether it was sent. Waits for a full queue for SEND_SECONDS at most."""
         if not self._address:
             return False
         if text is not None:
@@ -88,7 +90,7 @@ class Notifier:
 
 
 def _path(address: str) -> str:
-    """`@name` is a name in the abstract namespace, which begins with a NUL; else it is a path."""
+    """`@name` is a name in the abstract namespace, which begins with a NUL; otherwise it is a path."""
     if address.startswith("@"):
         return "\0" + address[1:]
     if not address.startswith("/"):

@@ -2,7 +2,7 @@
 
 live    fails when the supervisor's loop does not run, or all workers are frozen.
 ready   fails when no worker can take work, all are critical, the database is unreachable, or commands wait and
-        nobody claims them. Degraded is 200, and says so.
+        no worker claims them. If it is only degraded, the code is 200, and the document says so.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from commandbus.worker.board import State
 STALL_SECONDS: Final = 5.0
 FROZEN_SECONDS: Final = 5.0
 SILENT_PART: Final = 0.6
-"""Of heartbeat_timeout: a worker without a heartbeat for so long is named. At heartbeat_timeout it is killed."""
+"""A part of heartbeat_timeout: health checks name a worker that is silent for longer. At the whole it is
+killed."""
 LOST_SECONDS: Final = 2.0
 UNCLAIMED_SECONDS: Final = 10.0
 HEALTHY, DEGRADED, CRITICAL = 0, 1, 2
@@ -31,7 +32,7 @@ _WORDS: Final = ("healthy", "degraded", "critical")
 
 @dataclass(frozen=True, slots=True)
 class WorkerView:
-    """One worker at the last turn."""
+    """One worker at the last turn of the loop."""
 
     id: str
     pid: int
@@ -48,7 +49,7 @@ class WorkerView:
 @dataclass(frozen=True, slots=True)
 class View:
     """Everything at the last turn of the loop. Counters begin at the supervisor's start and include dead workers.
-    `waits_for` says what keeps it from starting the first worker, and `reload_error` why the last reload
+    `waits_for` says what prevents the start of the first worker, and `reload_error` says why the last reload
     failed."""
 
     at: float
@@ -69,13 +70,13 @@ class View:
 
 
 def of_worker(worker: WorkerProcess, now: float, *, heartbeat_timeout: float) -> WorkerView:
-    """What is seen of a worker now."""
+    """What can be seen of a worker now."""
     shown = worker.snapshot
     health, note = shown.health, shown.note
     silent_seconds = now - shown.beat_at if shown.beat_at else 0.0
     if worker.ready_at is None:
         note = worker.start.note(now, worker.doing)
-    elif silent_seconds > SILENT_PART * heartbeat_timeout:  # the ladder writes the board: nobody there can tell
+    elif silent_seconds > SILENT_PART * heartbeat_timeout:  # the worker cannot report this itself
         health, note = CRITICAL, f"the ladder has not moved for {silent_seconds:.0f} s, or the process is frozen"
     return WorkerView(
         worker.name,
@@ -92,7 +93,7 @@ def of_worker(worker: WorkerProcess, now: float, *, heartbeat_timeout: float) ->
 
 
 def live(view: View, now: float) -> HealthVerdict:
-    """Is anything here alive?"""
+    """Does the loop run, and is at least one worker not frozen?"""
     reasons = []
     if now - view.at > STALL_SECONDS:
         reasons.append(f"the supervisor's loop has not run for {now - view.at:.1f} s")
@@ -105,7 +106,7 @@ def live(view: View, now: float) -> HealthVerdict:
 
 
 def ready(view: View, now: float) -> HealthVerdict:
-    """Can it take work?"""
+    """Can this supervisor's workers take work?"""
     serving = [worker for worker in view.workers if worker.state is State.ACTIVE]
     reasons = list(_failures(view, serving, now))
     document: dict[str, Any] = {"phase": view.phase, "workers": [_shown(worker) for worker in view.workers]}
@@ -122,9 +123,10 @@ def ready(view: View, now: float) -> HealthVerdict:
 
 
 def is_unclaimed(view: View, now: float) -> bool:
-    """Does work wait while slots are free and nobody claims?"""
+    """Does work wait while slots are free and no worker claims it?"""
     oldest = max((seen.oldest_seconds or 0.0 for seen in view.look.domains.values()), default=0.0)
-    # What we saw may have been claimed since, so only a claim before the look counts.
+    # The work that was seen may have been claimed since then, so the claims are compared with the time of the
+    # look.
     waits = oldest > UNCLAIMED_SECONDS and view.look.at - view.claimed_at > UNCLAIMED_SECONDS
     is_free = any(worker.free > 0 for worker in view.workers if worker.state is State.ACTIVE)
     return waits and is_free and now - view.claimed_at > UNCLAIMED_SECONDS
@@ -199,7 +201,7 @@ def _failures(view: View, serving: list[WorkerView], now: float) -> list[str]:
 
 
 def _slow_starts(view: View) -> list[str]:
-    """Those that have been starting for long."""
+    """The workers that have been starting for long."""
     starting = [worker for worker in view.workers if worker.state is State.STARTING and worker.note]
     return [f"worker {worker.id} {worker.note}" for worker in starting]
 

@@ -2,7 +2,7 @@
 
 A worker runs user code, which may write anything into that socket. `ControlReader` turns bytes into messages of
 known shape and bounded size. Anything else raises `NonsenseError`, and never another exception. The supervisor
-then kills that worker and no other; so it does if a worker sends too much.
+then kills that worker and no other. It also does so if a worker sends too much.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from commandbus.worker.worker_options import StopReport
 
 LONGEST_HELLO: Final = 4_194_304
 LONGEST_LINE: Final = 262_144
-"""After its hello, which lists all of its handlers, a worker has only short things to say."""
+"""After its hello, which lists all of its handlers, a worker sends only short messages."""
 LONGEST_TEXT: Final = 10_000
 MOST_DOMAINS: Final = 1_000
 MOST_COUNTED: Final = 2**53
@@ -40,7 +40,7 @@ class NonsenseError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Doing:
-    """What a start is at."""
+    """What a starting worker is doing."""
 
     what: str
 
@@ -68,7 +68,7 @@ class StateMessage:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """A worker ended with an error of ours or its user's: its class, and what it says."""
+    """A worker ended with an error, of ours or of its user: the class of the error, and its text."""
 
     module: str
     kind: str
@@ -76,7 +76,7 @@ class Failed:
 
     @property
     def needs_a_person(self) -> bool:
-        """Is a schema, a privilege or a domain missing? No restart repairs that."""
+        """Is a schema, a privilege or a domain missing? A restart cannot repair that."""
         return self.module == errors.__name__ and self.kind in _OF_PERSONS
 
     def rebuilt(self) -> Exception:
@@ -87,7 +87,7 @@ class Failed:
             return RuntimeError(f"{self.kind}: {self.message}")
         if issubclass(kind, psycopg.Error):
             return kind(self.message)
-        error: Exception = kind.__new__(kind)  # some of our errors are not made from their text
+        error: Exception = kind.__new__(kind)  # some of our errors cannot be made from their text
         error.args = (self.message,)
         return error
 
@@ -96,7 +96,7 @@ Said = Doing | Hello | StateMessage | StopReport | Failed
 
 
 class ControlReader:
-    """Takes bytes of one worker's control socket, and gives messages. Instants are the caller's clock."""
+    """Takes bytes of one worker's control socket, and returns messages. Instants are of the caller's clock."""
 
     def __init__(self, pid: int, now: float) -> None:
         self._pid = pid
@@ -147,7 +147,7 @@ class ControlReader:
 
 
 def shown(line: bytes) -> str:
-    """The beginning of what was said, for the log."""
+    """The beginning of a message, for the log."""
     more = f" … ({len(line)} bytes)" if len(line) > _SHOWN_BYTES else ""
     return f"{line[:_SHOWN_BYTES]!r}{more}"
 
@@ -165,7 +165,7 @@ def plain(text: object) -> str:
 
 
 def _message(document: Any, pid: int) -> Said | None:
-    """A message; None for an unknown kind: after an upgrade, workers may be newer than the supervisor."""
+    """A message. None for an unknown kind, because after an upgrade workers may be newer than the supervisor."""
     word = document["say"]
     if not isinstance(word, str):
         raise TypeError("no word")

@@ -1,14 +1,14 @@
 """WorkerProcess: one worker process as its supervisor sees it: its pidfd, board, control socket and crash file.
 
 The control socket carries JSON lines. The worker sends `doing` (while it starts), `hello` (who it is), `state`,
-`report` and `failed`. The supervisor sends `stop`, `drain` and `hurry`. Nothing here waits. The pidfd tells of its
-death (a child that a handler forked may keep the socket open for ever). The process is reaped only after its whole
-process group was killed: until then its process id cannot belong to another process.
+`report` and `failed`. The supervisor sends `stop`, `drain` and `hurry`. Nothing here waits. The pidfd shows the
+worker's death (the socket does not: a child that a handler forked may keep it open for ever). The process is
+reaped only after its whole process group was killed: until then its process id cannot belong to another process.
 
 A worker runs user code, so its board and its messages are checked, and none of them can make this code raise.
-Nonsense in the socket condemns the worker at once. Nonsense on the board condemns it if it lasts, because a record
-may be half-written for a moment, and each heartbeat repairs the head. Until then the last board that made sense
-counts. So a heartbeat that cannot be read does not count, and `heartbeat_timeout` goes on.
+Nonsense in the socket condemns the worker at once. Nonsense on the board condemns it only if it lasts, because a
+record may be half-written for a moment, and each heartbeat repairs the head. Until then the last board that made
+sense counts. So an unreadable heartbeat is no heartbeat, and `heartbeat_timeout` continues to run.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ from commandbus.worker.worker_options import StopReport
 
 DUMP_SECONDS: Final = 0.1
 TRACE_SECONDS: Final = 0.4
-"""How much longer a condemned worker lives, at most, until the server has said which sessions are its own."""
+"""How much longer a condemned worker lives, at most, until the server has told which sessions belong to it."""
 LONGEST_DUMP: Final = 4_194_304
 NONSENSE_SECONDS: Final = 1.0
 NONSENSE_LOOKS: Final = 4
-"""For so long, and whenever it was looked at, a board must make no sense before its worker is condemned."""
+"""A worker is condemned if its board makes no sense for so many seconds, and in so many looks in a row."""
 _TURN_BYTES: Final = 262_144
 _LAST_TURNS: Final = 4
 _AHEAD_SECONDS: Final = 1.0
@@ -65,7 +65,7 @@ class Freeze:
 
 @dataclass(frozen=True, slots=True)
 class Condemned:
-    """It will be killed, and why."""
+    """A worker will be killed, and why."""
 
     cause: Cause
     reason: str
@@ -74,7 +74,7 @@ class Condemned:
     was_stopped: bool
     at: float
     kill_at: float
-    sockets: Sequence[Socket]  # the sockets that it had open then
+    sockets: Sequence[Socket]  # the sockets that it had open when it was condemned
 
 
 class WorkerProcess:
@@ -102,7 +102,7 @@ class WorkerProcess:
         self.memory_at = now  # when its memory is looked at next
         self.drains_since: float | None = None
         self.exits_since: float | None = None
-        # What it is starting; once it tells that, it handles the dump signal.
+        # What it does while it starts. Once it has told this, it handles the dump signal.
         self.doing: str | None = None
         self.start = Start(now)
         self.hello: Hello | None = None
@@ -111,11 +111,11 @@ class WorkerProcess:
         self.failed: Failed | None = None
         self.freeze: Freeze | None = None
         self.condemned: Condemned | None = None
-        self.traced: threading.Event | None = None  # set when the coroner knows what sessions its sockets are
+        self.traced: threading.Event | None = None  # set when the coroner has looked at its sessions
         self.snapshot = board.read()
         self._crash = crash
         self._dump_read = 0
-        # None: the supervisor does not listen to it any more.
+        # None: the supervisor does not read its messages any more.
         self._reader: ControlReader | None = ControlReader(process.pid, now)
         self._board_doubt = ""
         self._doubted_since = now
@@ -124,12 +124,12 @@ class WorkerProcess:
 
     @property
     def name(self) -> str:
-        """Its id, or its process id while the worker has not told its id."""
+        """Its id, or its process id until the worker has told its id."""
         return self.hello.id if self.hello is not None else f"process {self.pid}"
 
     @property
     def state(self) -> State:
-        """Where it is in its life."""
+        """The state of its life."""
         if self.report is not None or self.failed is not None or self.condemned is not None:
             return State.EXITING
         if self.drains_since is not None:
@@ -138,17 +138,17 @@ class WorkerProcess:
 
     @property
     def is_serving(self) -> bool:
-        """Does it, or will it soon, take work?"""
+        """Does it take work, or will it soon?"""
         return self.state in (State.STARTING, State.ACTIVE) and self.told_at is None
 
     @property
     def is_failing(self) -> bool:
-        """Has it reported a failure? It is about to end; its replacement is decided when it has ended."""
+        """Has it reported a failure? Then it is about to end, and its replacement is decided after its end."""
         return self.failed is not None and self.condemned is None and self.told_at is None
 
     @property
     def is_planned(self) -> bool:
-        """Was it meant to end, or did it announce its end?"""
+        """Was it told to end, or did it announce its end?"""
         if self.told_at is not None:
             return True
         talked_nonsense = self.condemned is not None and self.condemned.cause is Cause.NONSENSE
@@ -156,7 +156,7 @@ class WorkerProcess:
 
     @property
     def is_board_spoiled(self) -> bool:
-        """Did its board make no sense when it was last read? Then nobody knows for sure what ran."""
+        """Did its board make no sense at the last look? Then nobody knows for sure what ran."""
         return bool(self._board_doubt)
 
     @property
@@ -249,14 +249,14 @@ class WorkerProcess:
     # -- its end
 
     def watch_freeze(self, now: float, *, is_silent: bool) -> None:
-        """Remember the CPU times of when it was first seen silent."""
+        """Remember the CPU times at the moment when it was first seen silent."""
         if not is_silent:
             self.freeze = None
         elif self.freeze is None:
             self.freeze = Freeze(now, thread_cpu(self.pid))
 
     def condemn(self, cause: Cause, reason: str, now: float, *, silent_seconds: float = 0.0) -> None:
-        """Let it write its stacks, and read its open sockets. It is killed a moment later."""
+        """Make it write its stacks, and read its open sockets. It is killed a moment later."""
         if self.condemned is not None:
             return
         used = cpu_since(self.freeze.cpu, thread_cpu(self.pid)) if self.freeze is not None else {}
@@ -273,18 +273,18 @@ class WorkerProcess:
         self.ask_for_stacks()
 
     def ask_for_stacks(self) -> None:
-        """Let it write its stacks. Before it has sent `doing`, the signal itself would kill it."""
+        """Make it write its stacks. Before it has sent `doing`, the signal would kill it, so none is sent."""
         if self.doing is not None:
             self._signal(DUMP_SIGNAL)
 
     def stacks(self) -> Dump:
-        """The stacks that it has written since the last time."""
+        """The stacks that it has written since the last call."""
         text = os.pread(self._crash, LONGEST_DUMP - self._dump_read, self._dump_read).partition(b"\0")[0]
         self._dump_read += len(text)
         return parse_dump(text.decode("utf-8", "replace"))
 
     def may_be_killed(self, now: float) -> bool:
-        """Has it had its time, and has the coroner looked at its sessions, or taken too long for that?
+        """Has it had the time to write its stacks? And has the coroner looked at its sessions, or taken too long?
 
         A shutdown does not wait for the coroner.
         """
@@ -295,13 +295,13 @@ class WorkerProcess:
         return now >= end.kill_at + TRACE_SECONDS
 
     def kill(self) -> None:
-        """SIGKILL, to it and to what it started."""
+        """Send SIGKILL to it and to the processes that it started."""
         with contextlib.suppress(OSError):
             os.killpg(self.pid, signal.SIGKILL)
         self._signal(signal.SIGKILL)
 
     def has_ended(self) -> bool:
-        """Is it dead? It is not reaped yet."""
+        """Is it dead? (It may not be reaped yet.)"""
         if self.process.returncode is not None:
             return True
         options = os.WEXITED | os.WNOHANG | os.WNOWAIT
@@ -320,7 +320,7 @@ class WorkerProcess:
         return self._death(code)
 
     def epitaph(self, death: Death) -> str:
-        """How it died, and if it had not even started, what it was doing."""
+        """How it died and, if it had not finished its start, what it was doing."""
         if self.ready_at is not None:
             return death.sentence
         crash_place = place_of(death.dump) if death.dump.stacks else self.start.place
@@ -365,7 +365,7 @@ class WorkerProcess:
 
 
 def _pidfd(pid: int) -> int | None:
-    """None where the kernel has none: then the supervisor's tick finds the dead."""
+    """A pidfd; None if the kernel has no pidfds: then the supervisor's regular look finds dead workers."""
     try:
         return os.pidfd_open(pid)
     except OSError:

@@ -1,9 +1,9 @@
 """The worker processes of a supervisor: their starts, their ends, and what happens in between.
 
 A worker serves, drains, or is about to be killed. Only workers that serve count, so the replacement of any other
-starts at once (after several crashes in a row: within the restart budget). Workers that were started with the same
-settings are a generation. A reload starts the next generation beside the old one. When the new one is complete,
-the old one drains. If the new one cannot start, the old one stays.
+starts at once (after several crashes in a row: when the restart budget allows it). Workers that were started with
+the same settings are a generation. A reload starts the next generation beside the old one. When the new one is
+complete, the old one drains. If the new one cannot start, the old one stays.
 """
 
 from __future__ import annotations
@@ -41,14 +41,17 @@ START_SECONDS: Final = 300.0
 EXIT_SECONDS: Final = 3.0
 OBEY_SECONDS: Final = 5.0
 CLAIMLESS_SECONDS: Final = 15.0
-"""A worker that has had room for so long and could not ask for work is replaced, if it is not the database."""
+"""If a worker has had room but could not ask for work for so long, it is replaced, unless the database is to
+blame."""
 DRAIN_SECONDS: Final = 60.0
-"""Reloads may follow each other within seconds, and what runs should finish. Attempts that have a deadline always
-may: it ends them. Only attempts without one are hurried, after this long."""
+"""How long a draining worker may run attempts without a deadline before it is hurried, if too many workers drain.
+Reloads may follow each other within seconds, and running attempts should finish. Those with a deadline always
+may."""
 
 
 class WorkerProcesses:
-    """Live workers, and counters that outlive them. `on_death` gets what a dead worker may have left behind."""
+    """Live workers, and counters that outlive them. `on_death` receives what a dead worker may have left
+    behind."""
 
     def __init__(
         self,
@@ -66,18 +69,18 @@ class WorkerProcesses:
         self.fatal: Failed | None = None
         self.is_ending = False
         self.reloads: Counter[str] = Counter()
-        self.reload_error = ""  # why the last reload failed; empty if it did not
+        self.reload_error = ""  # why the last reload failed; empty if it succeeded
         self._supervisor = supervisor
         self._reserve = reserve_seconds
         self._selector = selector
         self._on_death = on_death
         self._budget = RestartBudget()
         self._was_ready = False
-        self._has_lived = False  # has a worker run for longer than those that fail at the start?
+        self._has_lived = False  # has a worker run for longer than workers do that fail at the start?
         self._generation = 0
         self._coming: tuple[int, Settings] | None = None
         self._waits_for_database = False
-        self._away_at = -math.inf  # when the database was last out of our own reach
+        self._away_at = -math.inf  # when the supervisor itself last could not reach the database
         self._turn = os.memfd_create("commandbus-turn", os.MFD_CLOEXEC)  # its lock: worker/isolation/quarantine.py
         weakref.finalize(self, os.close, self._turn)
 
@@ -137,7 +140,7 @@ class WorkerProcesses:
         seen_at = max(shown.beat_at, blind_until)
         kill_at = limits.kill_at(seen_at, [slot.stuck_at for slot in shown.slots])
         if worker.exits_since is not None:
-            # While it shuts down it has no heartbeat, so its own time limit for that counts.
+            # While it shuts down it has no heartbeat, so the time limit of the shutdown counts.
             if now > worker.exits_since + limits.shutdown_timeout:
                 worker.condemn(Cause.STOPPED, f"it did not stop within {limits.shutdown_timeout:g} s", now)
             if kill_at >= seen_at + limits.heartbeat_timeout:
@@ -152,7 +155,7 @@ class WorkerProcesses:
             self._check_memory(worker, now)
 
     def _is_idle_by_mistake(self, worker: WorkerProcess, now: float) -> bool:
-        """It has room and cannot ask for work, though we can reach the database."""
+        """Does it have room without being able to ask for work, although we can reach the database?"""
         shown = worker.snapshot
         was_away = now - self._away_at < 2 * CLAIMLESS_SECONDS
         return shown.state is State.ACTIVE and shown.claimless >= CLAIMLESS_SECONDS and not was_away
@@ -177,7 +180,7 @@ class WorkerProcesses:
             logger.warning("worker %s %s", worker.name, worker.start.note(now, worker.doing))
 
     def _check_memory(self, worker: WorkerProcess, now: float) -> None:
-        """A worker ends by itself beyond max_memory_mb; one that cannot is killed at twice that."""
+        """A worker ends by itself beyond max_memory_mb. If it cannot, it is killed at twice that."""
         limit = self.settings.max_memory_mb
         if limit is None or (used := resident_megabytes(worker.pid)) <= MEMORY_FACTOR * limit:
             return
@@ -187,10 +190,11 @@ class WorkerProcesses:
     # -- births
 
     def fill(self, now: float, *, is_database_away: bool = False) -> None:
-        """Start missing workers, unless they could not work; and let no more workers drain than are wanted."""
+        """Start missing workers, unless the database is unreachable. Hurry workers if more drain than are
+        wanted."""
         wanted = self.settings.processes
         if not self._was_ready and any(worker.failed is not None for worker in self.workers):
-            return  # the worker ends with a message, and the supervisor ends with the same one
+            return  # the worker ends with an error, and the supervisor will end with the same error
         serving = sum(
             (worker.is_serving or worker.is_failing) and worker.generation == self._generation
             for worker in self.workers
@@ -211,8 +215,8 @@ class WorkerProcesses:
     def _hurry(self, wanted: int, now: float) -> None:
         """To bound memory: if more than `wanted` workers drain, the oldest must end after DRAIN_SECONDS.
 
-        Its attempts with a deadline may run until then (promise 5). The others, which nothing else would end, are
-        canceled.
+        Its attempts with a deadline may run until that deadline (promise 5). Attempts without one are canceled,
+        because nothing else would end them.
         """
         busy = [worker for worker in self.workers if worker.state is State.DRAINING and worker.snapshot.running]
         busy.sort(key=lambda worker: worker.drains_since or now)
@@ -231,7 +235,7 @@ class WorkerProcesses:
         own = replace(settings, shutdown_timeout=settings.shutdown_timeout - min(self._reserve, spare))
         try:
             worker = spawn(own, self._supervisor, turn=self._turn, generation=generation)
-        except OSError as error:  # no memory, no processes, no descriptors: that may pass
+        except OSError as error:  # no memory, no processes, no descriptors: this may be temporary
             pause = self._budget.died(now, lived_seconds=0.0, was_running=False)
             logger.error("a worker could not be started, tried again in %.0f s: %s", pause, error)  # noqa: TRY400
             return
@@ -260,14 +264,14 @@ class WorkerProcesses:
 
     @staticmethod
     def end_descendants(mark: str) -> threading.Thread:
-        """End the programs that isolated attempts have started, on a separate thread, because /proc may be
+        """End the programs that isolated attempts have started. Uses a separate thread, because /proc may be
         slow."""
         ending = threading.Thread(target=kill_marked, args=(mark,), name="descendants", daemon=True)
         ending.start()
         return ending
 
     def forget_files(self, worker: WorkerProcess) -> None:
-        """Wait for nothing of it any more."""
+        """Stop waiting for anything from it."""
         for file in (worker.control, worker.pidfd):
             if file is not None and file in self._selector.get_map():
                 self._selector.unregister(file)
@@ -296,7 +300,8 @@ class WorkerProcesses:
             logger.warning("worker %s lived for %.1f s: next in %.0f s", worker.name, lived, pause)
 
     def _ends_all(self, failed: Failed) -> bool:
-        """Would every worker fail like this? True for the first workers, and for any that lack a privilege."""
+        """Would every worker fail like this? True for the first workers. Also if a person must repair the cause,
+        and no worker has lived for long yet."""
         return not self._was_ready or (failed.needs_a_person and not self._has_lived)
 
     def _count(self, worker: WorkerProcess, death: Death) -> None:
@@ -317,13 +322,13 @@ class WorkerProcesses:
     # -- a new generation
 
     def begin_reload(self, settings: Settings, now: float) -> None:
-        """Start workers with these settings beside the others."""
+        """Start workers with these settings beside the old ones."""
         self._coming = (self._generation + 1, settings)
         for _ in range(settings.processes):
             self._spawn(settings, self._generation + 1, now)
 
     def advance_reload(self, now: float) -> bool:
-        """When the new ones are ready, the old ones drain. Returns whether this is so now."""
+        """Let the old workers drain when the new ones are ready. Returns whether this has just happened."""
         if self._coming is None:
             return False
         generation, settings = self._coming
@@ -354,10 +359,10 @@ class WorkerProcesses:
             if worker.generation == failed:
                 worker.told_at = now
                 worker.tell("stop", reason="the reload failed")
-                worker.generation = -1  # it belongs to no generation any more: the next one gets this number
+                worker.generation = -1  # of no generation any more: the next reload uses its number
 
     def note_failed_reload(self, reason: str) -> None:
-        """The old workers stay. Health and metrics say so until a reload succeeds."""
+        """Keep the old workers. Health and metrics report the failure until a reload succeeds."""
         self.reloads["failed"] += 1
         self.reload_error = reason
         logger.error("the reload failed, and the old workers stay: %s", reason)
@@ -365,7 +370,7 @@ class WorkerProcesses:
     # -- the end
 
     def stop(self, reason: str, now: float) -> None:
-        """Tell everybody to stop."""
+        """Tell all workers to stop."""
         self.is_ending = True
         self._coming = None
         for worker in self.workers:

@@ -1,7 +1,7 @@
 """What is known about a worker that is not ready yet: what it does, for how long, and at which line of code.
 
-A slow start is reported after SLOW_SECONDS and then every AGAIN_SECONDS, with its current line of code. It imports
-the user's modules at that time, and a module that waits for something does not report that itself.
+A slow start is reported after SLOW_SECONDS and then every AGAIN_SECONDS, with the current line of code. A starting
+worker imports the user's modules, and a module that waits for something does not report that itself.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _LIBRARIES: Final = tuple({sysconfig.get_path(name) for name in ("stdlib", "plat
 
 
 class Start:
-    """Bookkeeping of one start; instants are the caller's clock."""
+    """Bookkeeping of one start; instants are of the caller's clock."""
 
     def __init__(self, now: float) -> None:
         self.place = ""
@@ -38,7 +38,7 @@ class Start:
         return True
 
     def is_due(self, now: float) -> bool:
-        """Is it time to report? The stacks that were asked for a moment ago are there by now."""
+        """Is it time to report? By now the worker has written the stacks that it was asked for a moment ago."""
         if self._asked_at is None or now < self._asked_at + DUMP_SECONDS:
             return False
         self._next_at, self._asked_at = self._asked_at + AGAIN_SECONDS, None
@@ -53,12 +53,13 @@ class Start:
 
 
 def described(doing: str | None, place: str) -> str:
-    """` (importing app), at app.py:3`, as far as it is known."""
+    """` (importing app), at app.py:3`, or as much of it as is known."""
     return f" ({doing or 'starting Python'})" + (f", at {place}" if place else "")
 
 
 def place_of(stacks: Dump) -> str:
-    """The innermost line outside of libraries, else the innermost, of the current thread or else the main one."""
+    """The innermost line outside of libraries, or else the innermost line; of the current thread, or else the
+    main."""
     if not stacks.stacks:
         return ""
     main = list(stacks.stacks.values())[-1]
