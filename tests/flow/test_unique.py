@@ -295,6 +295,7 @@ def test_of_fifty_senders_one_creates(orders: Bus, db: Db, fifty: list[CommandBu
 def test_fifty_replacers_against_workers_that_claim(orders: Bus, db: Db, fifty: list[CommandBus]) -> None:
     """No command runs with content that a later send replaced, and none that waits is doubled."""
     ran: list[tuple[str, Any]] = []
+    unsettled: list[dict[tuple[int, int], str]] = []
     done = threading.Event()
 
     def work(bus: CommandBus) -> None:
@@ -302,7 +303,7 @@ def test_fifty_replacers_against_workers_that_claim(orders: Bus, db: Db, fifty: 
         while not done.is_set() or queue_length_of(bus):
             for attempt in worker.claim("w1", 5):
                 ran.append((attempt.command_id, int(attempt.row[5])))
-                worker.settle(attempt.complete(None))
+                unsettled.append(worker.settle(attempt.complete(None), waiting=True))
 
     def queue_length_of(bus: CommandBus) -> int:
         count: int = bus.run(raw("SELECT count(*) FROM pgmq.q_orders__commands"))[0][0]
@@ -323,6 +324,7 @@ def test_fifty_replacers_against_workers_that_claim(orders: Bus, db: Db, fifty: 
         done.set()
         worker.join(60)
     assert all(isinstance(answer, list) for answer in answers), answers
+    assert [each for each in unsettled if each] == []
     assert len({command_id for command_id, _ in ran}) == len(ran), "each command ran once"
     in_the_end = dict(db.execute("SELECT command_id, data FROM commandbus.command").fetchall())
     assert dict(ran) == in_the_end, "each ran with the content that it had in the end"
