@@ -303,6 +303,7 @@ def test_fifty_replacers_against_workers_that_claim(orders: Bus, db: Db, fifty: 
         while not done.is_set() or queue_length_of(bus):
             for attempt in worker.claim("w1", 5):
                 ran.append((attempt.command_id, int(attempt.row[5])))
+                # Not busy: it waits for a sender that looks at the row for a moment.
                 unsettled.append(worker.settle(attempt.complete(None), waiting=True))
 
     def queue_length_of(bus: CommandBus) -> int:
