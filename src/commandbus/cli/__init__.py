@@ -16,7 +16,8 @@ __all__ = ["main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Run a command line and exit. A clash of packages is named before anything of theirs can fail."""
+    """Run a command line and exit. Warns about a clash of packages first, before the other package can cause an
+    error."""
     say_clash()
     from commandbus.cli import entry
 

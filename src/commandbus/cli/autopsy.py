@@ -1,7 +1,7 @@
 """Prints an autopsy: what was seen of an attempt when it was stopped.
 
 It is JSON that a worker or a supervisor wrote: stacks of Python threads, what the attempt's database session did
-and which session blocked it, how a process ended. Any part may be missing, and its text comes from outside:
+and which session blocked it, how a process ended. Any part may be missing, and its text comes from outside. So
 nothing here relies on its shape, and every line is made printable.
 """
 
@@ -27,13 +27,14 @@ _IDLE = ("Client", "Activity")
 
 
 def headline(autopsy: Any) -> str:
-    """Where it hung, in one line: the handler's own frame, what its session waited for, how its process ended."""
+    """Where the attempt hung, in one line: the handler's own frame, what its session waited for, how its process
+    ended."""
     found = _object(autopsy)
     return "; ".join(filter(None, (_place(found), _wait(_object(found.get("session"))), _end(found))))
 
 
 def lines(autopsy: Any) -> Iterator[str]:
-    """All of it."""
+    """The whole autopsy, line by line."""
     found = _object(autopsy)
     if isinstance(found.get("taken_at"), int | float):
         yield f"taken at {_instant(found['taken_at'])}"
@@ -59,7 +60,7 @@ def lines(autopsy: Any) -> Iterator[str]:
 
 
 def _without_stacks(dump: str) -> str:
-    """What a dump says besides the stacks of its threads, which have been told already."""
+    """The rest of a dump without the stacks of its threads, which are printed already."""
     kept = []
     in_stack = False
     for line in dump.splitlines():
@@ -95,9 +96,10 @@ def _query(query: object) -> Iterator[str]:
 
 
 def _place(found: dict[str, Any]) -> str:
-    """The innermost frame that is the user's own; else the innermost of all. A thread in our code is not it.
+    """The innermost frame of the user's own code, or else the innermost frame. Threads that run our code do not
+    count.
 
-    A process of its own tells of all its threads; the one that was interrupted comes first: it runs the handler.
+    The dump of a child process has all its threads. The interrupted thread, which runs the handler, comes first.
     """
     stacks = [_object(stack) for stack in _array(found.get("stacks"))]
     stacks.sort(key=lambda stack: _CURRENT not in str(stack.get("title")))

@@ -286,7 +286,7 @@ def retry_failed(
 
 
 def completion(on_complete: str | None, reply_to: str | None) -> Mapping[str, Any] | None:
-    """What is to happen when a batch ends."""
+    """What `on_complete` does when a batch ends."""
     if on_complete is not None and reply_to is not None:
         raise click.UsageError("--on-complete and --reply-to exclude each other; give one of them")
     if reply_to is not None:
@@ -300,7 +300,7 @@ def completion(on_complete: str | None, reply_to: str | None) -> Mapping[str, An
 
 
 def _read(session: CliSession, source: str) -> dict[int, NewCommand]:
-    """The commands by line. A batch has each of its commands once, so the second of an id is a bad line."""
+    """The commands by line. A batch has each of its commands once, so the second line with the same id is bad."""
     found = read_commands(source, session.settings())
     check_unique(source, found, "command_id", undone="nothing was sent")
     return found
@@ -308,7 +308,7 @@ def _read(session: CliSession, source: str) -> dict[int, NewCommand]:
 
 @contextmanager
 def _told_by_line(source: str | None, commands: Mapping[int, NewCommand]) -> Iterator[None]:
-    """A command that exists already is named by its line too."""
+    """Name the line of a command that exists already."""
     try:
         yield
     except DuplicateMemberError as error:

@@ -1,6 +1,6 @@
 """The progress of a batch: on a terminal a bar that is redrawn in place, elsewhere a line per change.
 
-The bar needs nothing of a terminal but the carriage return: an old line is overwritten with spaces.
+The bar needs only the carriage return of a terminal: an old line is overwritten with spaces.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ SHORTEST_BAR = 5
 
 @contextmanager
 def bar() -> Iterator[Show]:
-    """Draw the bar again and again; however that ends, what comes next begins on a line of its own."""
+    """Draw the bar again and again. However that ends, later output begins on a new line."""
     drawn = 0
 
     def draw(record: BatchRecord) -> None:
         nonlocal drawn
-        room = shutil.get_terminal_size().columns - 1  # the last column would make some terminals wrap
+        room = shutil.get_terminal_size().columns - 1  # in the last column some terminals would wrap
         line = bar_line(record, room)
         text = "\r" + line.ljust(min(drawn, room))
         drawn = len(line)  # set before the line is drawn: a signal may come in between
@@ -45,7 +45,7 @@ def bar() -> Iterator[Show]:
 
 @contextmanager
 def changes(say: Callable[[BatchRecord], object]) -> Iterator[Show]:
-    """Say something whenever a count or the status has changed; the reader of a pipe gets it at once."""
+    """Print a line whenever a count or the status has changed, and flush it for the reader of a pipe."""
     last: tuple[Any, ...] | None = None
 
     def look(record: BatchRecord) -> None:
@@ -78,12 +78,12 @@ def change_line(record: BatchRecord) -> str:
 
 
 def percent(record: BatchRecord) -> str:
-    """How much is final; 100% only if everything is."""
+    """The share of members that are final; 100% only if all of them are."""
     return f"{int(record.progress * 100)}%"
 
 
 def figures(record: BatchRecord) -> list[str]:
-    """Counts, rate and ETA: what is nought is left out."""
+    """Counts, rate and ETA; zeros are left out."""
     parts = [f"{record.finished}/{record.total}"]
     if not record.is_finished:
         parts.append(f"{record.rate_per_second:.1f}/s")
@@ -98,6 +98,6 @@ def figures(record: BatchRecord) -> list[str]:
 
 
 def eta(record: BatchRecord) -> str:
-    """How long the rest takes; `?` if nobody can say."""
+    """How long the rest takes; `?` if that is unknown."""
     seconds = record.eta_seconds
     return "?" if seconds is None else age(max(1.0, round(seconds)))

@@ -43,7 +43,7 @@ def ending(record: BatchRecord) -> str:
 
 
 def canceled(report: BatchCancelReport, holds: str) -> str:
-    """What was canceled, and what was asked to stop: of processes nobody can say which of them run."""
+    """What was canceled, and what was asked to stop. For processes it is unknown which of them run."""
     which = name(report.domain, report.batch_id)
     if holds == "processes":
         return f"{which}: asked {report.requested} {'process' if report.requested == 1 else 'processes'} to stop"
@@ -52,7 +52,7 @@ def canceled(report: BatchCancelReport, holds: str) -> str:
 
 
 def retried(report: BatchRetryReport) -> str:
-    """What was retried, and what sent again."""
+    """What was retried, and what was sent again."""
     parts = []
     if report.retried:
         parts.append(f"retried {report.retried} that needed a person")
@@ -69,12 +69,12 @@ def _failed(count: int) -> str:
 
 
 def status(record: BatchRecord) -> str:
-    """Its status, and whether more may come."""
+    """Its status, and whether members may still be added."""
     return f"{record.status}, open" if record.is_open else record.status
 
 
 def document(record: BatchRecord) -> dict[str, Any]:
-    """A batch for programs: with what follows from its counts."""
+    """A batch for programs, with the values that follow from its counts."""
     stored = {field: getattr(record, field) for field in BatchRecord.__dataclass_fields__}
     return stored | {field: getattr(record, field) for field in ("finished", "remaining", "progress")}
 
@@ -128,7 +128,7 @@ def _promise(on_complete: Mapping[str, Any]) -> str:
 
 
 def find_troubled(bus: CommandBus, record: BatchRecord, limit: int) -> list[Troubled]:
-    """Some of those that need a person, and some of those that failed; the newest of each, by state."""
+    """Some members that need a person, and some that failed; the newest of each, by state."""
     found: list[Troubled] = []
     if not limit or not record.failed + record.in_tsq:
         return found
@@ -146,7 +146,7 @@ def find_troubled(bus: CommandBus, record: BatchRecord, limit: int) -> list[Trou
 
 
 def how_to_see_more(record: BatchRecord, shown: list[Troubled]) -> list[str]:
-    """The command lines that list those in trouble that were not shown."""
+    """The command lines that list the members in trouble that were not shown."""
     chosen = f"--domain {record.domain} --batch {shlex.quote(record.batch_id)}"
     if record.holds == "processes":
         return [f"commandbus process list {chosen}"] if len(shown) < record.failed + record.in_tsq else []

@@ -87,7 +87,7 @@ def _note(item: CommandRecord) -> str | None:
 
 
 def _delay(item: CommandRecord) -> str | None:
-    """Of one that waits for its time, when that is; of one that failed before, also why."""
+    """When a delayed command may run; if it failed before, also why."""
     if item.visible_at is None or (left := (item.visible_at - datetime.now(UTC)).total_seconds()) <= 0:
         return None
     when = f"{moment(item.visible_at)} (in {age(left)})"

@@ -61,7 +61,7 @@ def _options(given: dict[str, object]) -> str:
 
 
 def _effective(settings: Settings) -> dict[str, float]:
-    """What follows from other settings: the deadline, where none is given."""
+    """Settings that follow from others: the deadline, if none is given."""
     deadline = settings.timeouts.deadline_seconds()
     return {} if settings.task_timeout is not None or deadline is None else {"task_timeout": deadline}
 

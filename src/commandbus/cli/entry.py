@@ -1,5 +1,5 @@
-"""The entry: `commandbus` and `python -m commandbus.cli`. It puts the commands together and turns whatever
-happens into one line and an exit code (`exit_codes.py`).
+"""The entry: `commandbus` and `python -m commandbus.cli`. It puts the commands together, and turns every result
+into an exit code (`exit_codes.py`) and every error into one line.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from commandbus.cli.version import release
 COMPLETION = "_COMMANDBUS_COMPLETE"
 
 # Every command, in the order of their use: its name, its module in this package, and the beginning of its help. A
-# module is imported when its command is used, so that `--help` and `--version` answer at once.
+# module is imported when its command is used, so that `--help` and `--version` are fast.
 COMMANDS = {
     "demo": ("demo", "Show everything at work, in about ten seconds."),
     "migrate": ("migrate", "Create the schema, or upgrade it to this release."),
@@ -83,7 +83,7 @@ class Root(CliGroup):
         return super().get_command(ctx, cmd_name)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
-        """Their list, without importing any."""
+        """The list of commands, without importing their modules."""
         width = formatter.width - 6 - max(map(len, COMMANDS))
         with formatter.section("Commands"):
             formatter.write_dl(
@@ -114,7 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 def run(arguments: Sequence[str]) -> int:
     """Run a command line. Returns the exit code."""
     session = CliSession()
-    # psycopg's warnings about a connection that a signal interrupted do not help here; a worker logs them.
+    # psycopg warns about a connection that a signal interrupted. That does not help here; a worker logs it.
     logging.getLogger("psycopg").addHandler(logging.NullHandler())
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError, ValueError):
@@ -157,9 +157,9 @@ def _flushed(code: int) -> int:
 
 
 def _interrupted() -> int:
-    """Ctrl-C. If it came while Python executed a string (as an import of a dataclass does), Python has noted it
-    as unhandled, and `python -m` would end by the signal instead of with our exit code. An empty string clears
-    the note.
+    """Ctrl-C. If it came while Python executed a string (as an import of a dataclass does), Python has recorded it
+    as unhandled, and `python -m` would end by the signal instead of with our exit code. Executing an empty string
+    clears that record.
     """
     exec("")  # noqa: S102 - nothing is executed
     return ExitCode.INTERRUPTED
@@ -180,7 +180,7 @@ def _complain(sentence: str, code: ExitCode) -> int:
 
 
 def _hush() -> int:
-    """The reader is gone: nothing more is written, not even by the interpreter's own flush at exit."""
+    """The reader of the output is gone: write nothing more, not even in the interpreter's own flush at exit."""
     with contextlib.suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return ExitCode.BROKEN_PIPE

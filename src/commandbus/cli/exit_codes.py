@@ -57,7 +57,7 @@ NO_RIGHT = "{reason}; `commandbus doctor` says what this role may do, and `comma
 
 
 class ExitCode(IntEnum):
-    """What the shell gets."""
+    """The exit code."""
 
     OK = 0
     NO = 1

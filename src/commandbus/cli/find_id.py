@@ -1,8 +1,8 @@
 """Finds the command, batch or process that a person means by the id that they typed.
 
 Ids are unique within a domain; people name the domain only if they must. An id may be typed as the command line
-has printed it, with escapes such as `\\x1b` (`model/safe_text.py`). It is looked for as it was typed, and as it is
-without its escapes. If both are there, nothing is done: the error says how to name each.
+has printed it, with escapes such as `\\x1b` (`model/safe_text.py`). This module looks for it as it was typed, and
+with its escapes decoded. If both exist, nothing is done: the error says how to name each.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MOST_DOMAINS = 1000
 
 
 def of_command(bus: CommandBus, domain: str, typed: str) -> str:
-    """The command_id of a command of this domain; the typed one, if there is no such command."""
+    """The command_id of a command of this domain. If there is no such command, returns the id as typed."""
     record = find_command(bus, domain, typed) if _is_special(typed) else None
     return typed if record is None else record.command_id
 
@@ -50,7 +50,7 @@ def numbered_command(bus: CommandBus, typed: str) -> CommandRecord | None:
 
 
 def of_batch(bus: CommandBus, typed: str, domain: str | None) -> tuple[str, str]:
-    """The domain and the id of a batch: the domain that was said, or the only one that has it."""
+    """The domain and the id of a batch: the given domain, or the only one that has such a batch."""
 
     def look(batch_id: str) -> list[str] | None:
         page = bus.run(batch_look.query(domain=domain, batch_id=batch_id, status=None, limit=MOST_DOMAINS))
@@ -68,7 +68,7 @@ def of_batch(bus: CommandBus, typed: str, domain: str | None) -> tuple[str, str]
 
 
 def of_process(bus: CommandBus, typed: str, domain: str | None) -> tuple[str, str]:
-    """The domain and the id of a process: the domain that was said, or the only one that has it."""
+    """The domain and the id of a process: the given domain, or the only one that has such a process."""
 
     def look(process_id: str) -> list[str] | None:
         found = bus.query_processes(domain=domain, process_id=process_id, limit=MOST_DOMAINS)

@@ -1,9 +1,9 @@
-"""Checks that what is imported as `commandbus` is this package, and nothing but this package.
+"""Checks that the imported `commandbus` is this package, and that no other package has written into it.
 
 The distribution is called `commandbus-pg`. Another distribution is called `commandbus`, and belongs to somebody
 else. Both write into the same folder, so installing both gives a mixture of two packages.
 
-Everything here needs the standard library only, because it must work when an import of ours fails. The command
+Everything here needs the standard library only, because it must work when our other imports fail. The command
 line calls `clash()` at its start, which looks for one name; `doctor` checks everything.
 """
 
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 DISTRIBUTION = "commandbus-pg"
 PACKAGE = "commandbus"
-FILE_LISTS = ("RECORD", "installed-files.txt", "SOURCES.txt")  # those that `Distribution.files` reads
+FILE_LISTS = ("RECORD", "installed-files.txt", "SOURCES.txt")  # the lists that `Distribution.files` reads
 REPAIR = f"pip uninstall {{name}} {DISTRIBUTION} && pip install {DISTRIBUTION}"
 
 
 def clash() -> str | None:
-    """What to say if somebody else's `commandbus` is installed beside this one; cheap."""
+    """The warning if the other `commandbus` is installed beside this one; None if it is not. Fast."""
     try:
         other = distribution(PACKAGE)
     except PackageNotFoundError:
@@ -35,7 +35,7 @@ def clash() -> str | None:
 
 
 def clash_text(other: Distribution) -> str:
-    """Two packages are one too many: which, and what to do."""
+    """The text of the warning: which other package there is, and what to do."""
     name = other.metadata["Name"]
     return (
         f"another package is installed over this one: {name} {other.version} provides {PACKAGE}, too, and "
@@ -44,7 +44,7 @@ def clash_text(other: Distribution) -> str:
 
 
 def say_clash() -> None:
-    """A warning on standard error, if there is reason for one."""
+    """Print the warning on standard error, if there is one."""
     text = clash()
     if text is not None and sys.stderr is not None:
         print(f"{PACKAGE}: warning: {ascii(text)[1:-1]}", file=sys.stderr)
@@ -61,12 +61,13 @@ def others() -> list[Distribution]:
 
 
 def _mentions_package(other: Distribution) -> bool:
-    """Whether one of its file lists has the name of our folder: a look that is cheap beside reading its paths."""
+    """Does one of its file lists contain the name of our folder? That is much faster than reading all its
+    paths."""
     return any(f"{PACKAGE}/" in (other.read_text(name) or "") for name in FILE_LISTS)
 
 
 def changed_files() -> list[str]:
-    """Files of our package that are not as they were installed: overwritten, changed by hand, or gone."""
+    """Files of our package that were overwritten, changed by hand, or deleted since they were installed."""
     try:
         ours = distribution(DISTRIBUTION)
     except PackageNotFoundError:

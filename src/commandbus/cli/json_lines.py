@@ -1,5 +1,5 @@
-"""Reads a file of JSON lines, or standard input: one item per line. The error names the number of the first bad
-line, and then nothing is done with any of them."""
+"""Reads a file of JSON lines, or standard input: one item per line. If a line is bad, the error names its number,
+and nothing is done with any line."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ def read_text(name: str) -> str:
 
 
 def read_items(name: str, make: Callable[[Any], T], *, undone: str) -> dict[int, T]:
-    """What `make` makes of each line, by the line's number; `undone` says what a bad one has prevented."""
+    """Applies `make` to each line. Returns the results by line number. `undone` says what a bad line has
+    prevented."""
     found = {}
     for number, line in enumerate(read_text(name).split("\n"), start=1):
         if not line.strip():
@@ -44,7 +45,7 @@ def read_items(name: str, make: Callable[[Any], T], *, undone: str) -> dict[int,
 
 
 def check_unique(name: str, items: dict[int, T], field: str, *, undone: str) -> None:
-    """The second item with an id of the caller's is a bad line."""
+    """If two items have the same id, the second one is a bad line."""
     seen: dict[str, int] = {}
     for number, item in items.items():
         own = getattr(item, field)

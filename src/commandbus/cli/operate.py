@@ -64,7 +64,7 @@ def cancel(
 
 
 def _wait_for_end(bus: CommandBus, domain: str, command_id: str, seconds: float) -> CommandRecord:
-    """The command as soon as it is final, or when the time is up."""
+    """Returns the command as soon as it is final, or when the time is up."""
     until = time.monotonic() + seconds
     while True:
         record = bus.get_command(domain, command_id)

@@ -1,7 +1,7 @@
 """Kinds of values on the command line: durations, instants, JSON; and options made from the table of settings.
 
-A value that makes no sense is a usage error (exit code 2) that names the option and what it takes. Options made
-from settings keep the settings' own error and code (3), because a file or the environment may be the cause.
+A bad value is a usage error (exit code 2) that names the option and what it accepts. Options made from settings
+keep the settings' own error and code (3), because a file or the environment may be the cause.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 if TYPE_CHECKING:
     AnyType = click.ParamType[Any]
 else:
-    AnyType = click.ParamType  # takes no type arguments at run time before click 8.3
+    AnyType = click.ParamType  # before click 8.3 it takes no type arguments at run time
 
 
 class DurationType(AnyType):
@@ -76,7 +76,7 @@ SINCE = InstantType(or_ago=True)
 
 
 def parse_instant(text: str) -> datetime:
-    """An instant from ISO 8601; without a time zone it could be any of 24."""
+    """An instant from ISO 8601. The time zone must be given, because without it the instant is ambiguous."""
     try:
         found = datetime.fromisoformat(text)
     except (TypeError, ValueError):
@@ -87,7 +87,7 @@ def parse_instant(text: str) -> datetime:
 
 
 def parse_json(text: str) -> Any:
-    """A JSON value; the error says where it stops being one."""
+    """A JSON value; the error says where the JSON is wrong."""
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
@@ -98,7 +98,7 @@ def parse_json(text: str) -> Any:
 
 
 def operator_options(function: F) -> F:
-    """`--operator` and `--reason`, for what people do."""
+    """`--operator` and `--reason`, for actions of people."""
     function = click.option("--reason", metavar="TEXT", help="The reason; it is recorded.")(function)
     return click.option("--operator", metavar="NAME", help="Your name, for the record. [default: your login]")(
         function
@@ -106,13 +106,13 @@ def operator_options(function: F) -> F:
 
 
 def page_options(function: F) -> F:
-    """`--limit` and `--cursor`, for lists; `CliSession.say_more` tells the next cursor."""
+    """`--limit` and `--cursor`, for lists; `CliSession.say_more` prints the next cursor."""
     function = click.option("--cursor", metavar="CURSOR", help="The next page: what the last one said.")(function)
     return click.option("--limit", type=click.IntRange(1, 10_000), default=50, show_default=True)(function)
 
 
 def setting_options(settings: Iterable[Setting]) -> Callable[[F], F]:
-    """An option for each setting, unparsed: `load_settings` says what is wrong with it."""
+    """An option for each setting, not parsed yet: `load_settings` reports what is wrong with it."""
 
     def decorate(function: F) -> F:
         for setting in reversed(list(settings)):

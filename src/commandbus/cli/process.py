@@ -94,7 +94,7 @@ def _start_one(session: CliSession, process_type: str, domain: str, *, data: Any
 
 
 def _doubt(bus: CommandBus, domain: str, process_type: str) -> str | None:
-    """Asked before it is started: its first message is a command of its type."""
+    """A warning if nobody knows the process type. Called before the start, which sends a command of that type."""
     return bus.run(doubt_type(names.check_domain(domain), names.check_type(process_type), what="process type"))
 
 
@@ -129,7 +129,8 @@ def _start_batch(
 
 
 def _read(session: CliSession, source: str) -> dict[int, NewProcess]:
-    """The processes by line. A batch has each of its processes once, so the second of an id is a bad line."""
+    """The processes by line. A batch has each of its processes once, so the second line with the same id is
+    bad."""
     most = session.settings().max_payload_bytes
 
     def process_of(line: Any) -> NewProcess:
@@ -146,7 +147,7 @@ def _read(session: CliSession, source: str) -> dict[int, NewProcess]:
 
 @contextmanager
 def _told_by_line(source: str, processes: Mapping[int, NewProcess]) -> Iterator[None]:
-    """A process that exists already is named by its line too."""
+    """Name the line of a process that exists already."""
     try:
         yield
     except DuplicateProcessError as error:

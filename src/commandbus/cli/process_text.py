@@ -58,7 +58,7 @@ def print_record(record: ProcessRecord) -> None:
 
 
 def print_trail(record: ProcessRecord) -> None:
-    """What it has sent, what of it needs a person, and what moved nothing."""
+    """The commands that the process has sent, those that need a person, and the replies that moved nothing."""
     say_heading("trail")
     print_table(
         columns(":no step :undoes? domain? =command_id type?? sent???? :took??? outcome ~error"),
@@ -96,21 +96,22 @@ def _error(error: Mapping[str, Any] | None) -> str | None:
 
 
 def _took(step: StepRecord) -> str:
-    """From sending it to its end."""
+    """The time from sending the command to its end."""
     if step.finished_at is None:
         return f"{age_of(step.sent_at)} so far"
     return age((step.finished_at - step.sent_at).total_seconds())
 
 
 def _outcome(step: StepRecord) -> str:
-    """What became of it; of one whose reply has not come, what its command is."""
+    """The status of a step; before its reply has come, also the status of its command."""
     if step.status is not StepStatus.SENT or step.command_status is None:
         return step.status
     return f"{step.status} ({step.command_status})"
 
 
 def _step_name(record: ProcessRecord, number: int) -> str:
-    """Which step a command is of; 0 is a message that the process's own code could not handle."""
+    """The name of the step that a command belongs to; 0 is a message that the process's own code could not
+    handle."""
     if number == 0:
         return "its own message"
     name = next((step.name for step in record.steps if step.number == abs(number)), str(abs(number)))

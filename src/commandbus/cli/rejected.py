@@ -1,4 +1,4 @@
-"""`rejected`: messages of other clients that were not commands, set aside by the worker that met them."""
+"""`rejected`: messages of other clients that were not commands, set aside by the worker that claimed them."""
 
 from __future__ import annotations
 

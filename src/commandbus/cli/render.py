@@ -1,8 +1,8 @@
 """What commands print: tables for people, JSON for programs.
 
-A table is aligned text, fitted to the terminal (`cli/table.py`). Whatever is printed goes through `printable`
-(`model/safe_text.py`): an error text must not be able to write to somebody's terminal. JSON has its own escapes
-for the same characters, so that it stays the same value.
+A table is aligned text, fitted to the terminal (`cli/table.py`). All output goes through `printable`
+(`model/safe_text.py`), so that an error text cannot control somebody's terminal. JSON has its own escapes for the
+same characters, so that it stays the same value.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ def print_json(value: Any, *, on_one_line: bool = False) -> None:
 
 
 def say(sentence: str = "", *, is_error: bool = False) -> None:
-    """One line for people; what stands in it may be anybody's text."""
+    """Print one line for people. It may contain text from anybody, so it is escaped."""
     click.echo(escaped(sentence), err=is_error)
 
 
 def say_heading(text: str) -> None:
-    """What follows is about this."""
+    """Print a heading."""
     say()
     say(text)
 
 
 def print_table(heads: Sequence[Column], rows: Iterable[Sequence[object]], *, empty: str = "nothing") -> None:
-    """A table; `empty` is what is said when it would have no rows."""
+    """Print a table; `empty` is printed if it has no rows."""
     cells = [[printable(cell) for cell in row] for row in rows]
     if not cells:
         say(empty)
@@ -56,7 +56,7 @@ def print_table(heads: Sequence[Column], rows: Iterable[Sequence[object]], *, em
 
 
 def print_fields(fields: Mapping[str, object]) -> None:
-    """Names and values beneath each other; those that are None are left out."""
+    """Print names and values, one pair per line; those that are None are left out."""
     shown = {name: printable(value) for name, value in fields.items() if value is not None}
     width = max(map(len, shown), default=0)
     for name, value in shown.items():
@@ -64,7 +64,7 @@ def print_fields(fields: Mapping[str, object]) -> None:
 
 
 def printable(value: object) -> str:
-    """A value as one line of text that does nothing to a terminal."""
+    """A value as one line of text that cannot control a terminal."""
     match value:
         case None:
             text = ""
@@ -122,7 +122,7 @@ def age_of(at: datetime | None) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """What JSON has words for: records become objects, instants ISO 8601, durations seconds."""
+    """A value in terms of JSON: records become objects, instants ISO 8601, durations seconds."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, tuple) and hasattr(value, "_asdict"):

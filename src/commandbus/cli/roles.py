@@ -19,7 +19,8 @@ PURPOSES = {
 }
 
 
-# This is a comment, because the login of the workers is not known here. A direct connection does not need it.
+# Printed as an SQL comment, because the login of the workers is not known here. A direct connection does not need
+# it.
 BEHIND_A_POOLER = """\
 
 -- Behind PgBouncer in transaction mode workers set no timeouts in a session. Set them for the workers' login:

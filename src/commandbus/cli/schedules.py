@@ -115,7 +115,7 @@ def create(session: CliSession, /, domain: str, name: str, **options: Any) -> No
 
 
 Act = Callable[..., tuple[dict[str, Any], str]]
-"""Acts on one schedule. Returns a document, and a sentence for people."""
+"""A function that acts on one schedule. Returns a document, and a sentence for people."""
 
 
 def _action(name: str, about: str) -> Callable[[Act], Act]:
@@ -139,7 +139,7 @@ def _action(name: str, about: str) -> Callable[[Act], Act]:
 
 @_action("pause", "Pause a schedule: nothing fires until somebody resumes it.")
 def pause(schedules: Any, domain: str, name: str, **who: str | None) -> tuple[dict[str, Any], str]:
-    """A pause of the domain or the command type is another thing: then it fires, and its commands wait."""
+    """While the domain or the command type is paused, a schedule still fires, and its commands wait."""
     changed = schedules.pause(domain, name, **who)
     text = f"schedule {domain}/{name} is paused" if changed else f"schedule {domain}/{name} was paused already"
     return {"state": "PAUSED", "changed": changed}, text
@@ -147,21 +147,21 @@ def pause(schedules: Any, domain: str, name: str, **who: str | None) -> tuple[di
 
 @_action("resume", "Resume a paused schedule. What was due during the pause is not made up for.")
 def resume(schedules: Any, domain: str, name: str, **who: str | None) -> tuple[dict[str, Any], str]:
-    """Its next firing is said."""
+    """Says when it fires next."""
     next_at = schedules.resume(domain, name, **who)
     return {"state": "ACTIVE", "next_at": next_at}, f"schedule {domain}/{name} fires next at {_at(next_at)}"
 
 
 @_action("delete", "Delete a schedule that was created at run time. What it has sent stays.")
 def delete(schedules: Any, domain: str, name: str, **who: str | None) -> tuple[dict[str, Any], str]:
-    """One that workers declare is refused."""
+    """Refuses a schedule that workers declare."""
     schedules.delete(domain, name, **who)
     return {"deleted": True}, f"schedule {domain}/{name} is deleted"
 
 
 @_action("run-now", "Send a schedule's command now, whatever its state. Its firings stay as they are.")
 def run_now(schedules: Any, domain: str, name: str, **who: str | None) -> tuple[dict[str, Any], str]:
-    """The command's id is said."""
+    """Says the id of the command."""
     sent = schedules.run_now(domain, name, **who)
     return {"command_id": sent.command_id}, f"sent {sent.command_id}"
 
@@ -228,7 +228,7 @@ def _at(instant: datetime | None) -> str | None:
 
 
 def _local(found: ScheduleRecord, instant: datetime | None) -> str:
-    """In UTC, and in the schedule's zone."""
+    """An instant in UTC, and in the schedule's zone."""
     if instant is None:
         return "never"
     if found.timezone == "UTC":

@@ -84,9 +84,7 @@ def send(
     new = NewCommand(
         command_type=command_type, data=_data(data, data_file), headers=_headers(headers) or None, **fields
     )
-    send_flow.prepare(
-        unique_key.split(new)[0], max_bytes=settings.max_payload_bytes
-    )  # refused before a server is asked
+    send_flow.prepare(unique_key.split(new)[0], max_bytes=settings.max_payload_bytes)  # refused before we connect
     with session.bus() as bus:
         receipt = bus.commands.save(domain, new)
     session.answer(
@@ -136,7 +134,7 @@ def _headers(pairs: Iterable[str]) -> dict[str, str]:
 
 
 def read_commands(name: str, settings: Settings) -> dict[int, NewCommand]:
-    """The commands of a file by the number of their line. The first bad line is named, and nothing is sent."""
+    """The commands of a file, by line number. The error names the first bad line, and then nothing is sent."""
 
     def command_of(line: Any) -> NewCommand:
         new = _to_command(line)

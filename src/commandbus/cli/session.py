@@ -1,8 +1,9 @@
 """CliSession: what one run of the command line shares: the options that all commands have, the settings that
-follow from them, and a bus on a database that has answered.
+follow from them, and a bus on a database that is reachable.
 
 One direct connection with a short timeout finds out whether the server is reachable, with libpq's own error,
-before a pool starts to wait for it. An embedded server is started if necessary, and left when the command ends.
+before a pool starts to wait for it. An embedded server is started if necessary, and released when the command
+ends.
 
 Modules that talk to the database are imported on first use, so that `commandbus --help` is fast.
 
@@ -45,14 +46,14 @@ class CliSession:
     debug: bool = False
 
     def settings(self, **overrides: object) -> Settings:
-        """The effective settings; `overrides` are what the command's own options say."""
+        """The effective settings; `overrides` are the values of the command's own options."""
         from commandbus.settings import load_settings
 
         return load_settings({"database_url": self.database, **overrides}, config_file=self.config)
 
     @contextmanager
     def bus(self) -> Iterator[CommandBus]:
-        """A bus on a database that answers."""
+        """A bus on a database that is reachable."""
         from commandbus.bus import CommandBus
 
         with self.reachable() as settings:
@@ -62,13 +63,13 @@ class CliSession:
 
     @contextmanager
     def connection(self, *, autocommit: bool = True) -> Iterator[Connection[Any]]:
-        """One connection of our own; without autocommit the block is one transaction."""
+        """A separate connection; without autocommit the block is one transaction."""
         with self.resolved() as settings, connect(settings, autocommit=autocommit) as conn:
             yield conn
 
     @contextmanager
     def reachable(self) -> Iterator[Settings]:
-        """Settings whose `database_url` has just been connected to."""
+        """Settings whose `database_url` is known to be reachable."""
         with self.resolved() as settings:
             conn, used = _connect(settings, autocommit=True)
             conn.close()
@@ -76,7 +77,7 @@ class CliSession:
 
     @contextmanager
     def resolved(self) -> Iterator[Settings]:
-        """Settings whose `database_url` is a server's address, embedded or not."""
+        """Settings whose `database_url` is the address of a server. An embedded server has been started."""
         from commandbus.db.database_address import Database
 
         database = Database(self.settings())
@@ -93,7 +94,7 @@ class CliSession:
             for_people()
 
     def say_more(self, page: Page[Any]) -> None:
-        """Tell how to get the next page, if there is one; beside a document on stderr."""
+        """Print how to get the next page, if there is one; with --json on stderr."""
         if page.next_cursor is not None:
             say(f"more: add --cursor {shlex.quote(page.next_cursor)}", is_error=self.as_json)
 
@@ -104,17 +105,18 @@ class CliSession:
 
 
 def connect(settings: Settings, *, autocommit: bool = True) -> Connection[Any]:
-    """Connect now or say why not."""
+    """Connect now, or raise libpq's error."""
     return _connect(settings, autocommit=autocommit)[0]
 
 
 def connect_as_the_role(settings: Settings) -> Connection[Any]:
-    """Connect now or say why not; the session has the role's own timeouts, and none of ours."""
+    """Connect now, or raise libpq's error. The session has the role's own timeouts, and none of ours."""
     return _connect_as(settings, autocommit=True)
 
 
 def _connect(settings: Settings, *, autocommit: bool) -> tuple[Connection[Any], Settings]:
-    """A connection, and the settings with which it was made: those with a limit for locks, if they may be."""
+    """A connection, and the settings with which it was made: with a lock_timeout, if the server accepts
+    options."""
     import psycopg
 
     from commandbus.db.pool import refuses_options
@@ -136,7 +138,7 @@ def _with_lock_limit(settings: Settings) -> Settings:
     if not settings.prepared_statements:
         return settings
     url = check_conninfo(settings.database_url)
-    # Options of the address come last, and win.
+    # Options in the address come last, so they win.
     options = f"-c lock_timeout={LOCK_SECONDS}s {options_of(url)}".strip()
     return replace(settings, database_url=make_conninfo(url, options=options))
 
@@ -156,16 +158,16 @@ def _connect_as(settings: Settings, *, autocommit: bool) -> Connection[Any]:
 
 
 def check_known(bus: CommandBus, domain: str | None) -> None:
-    """Raise an error if there is no such domain. Called when nothing was found in it."""
+    """Raise an error if there is no such domain. Called when a search in it found nothing."""
     if domain is not None and all(item.name != domain for item in bus.list_domains()):
         raise UnknownDomainError(domain)
 
 
-# --- the options that stand everywhere -----------------------------------------------------------------------
+# --- the options that every command has ----------------------------------------------------------------------
 
 
 def _remember(ctx: click.Context, param: click.Parameter, value: Any) -> None:
-    """What was given nearer to the end of the line counts."""
+    """Store a value. If an option is given twice, the one nearer to the end of the line counts."""
     if value and param.name is not None:
         setattr(ctx.ensure_object(CliSession), param.name, value)
 
@@ -187,7 +189,7 @@ def shared_options() -> list[click.Parameter]:
 
 
 class CliCommand(click.Command):
-    """A command that also takes the options that stand everywhere."""
+    """A command with the options that every command has."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -195,7 +197,7 @@ class CliCommand(click.Command):
 
 
 class CliGroup(click.Group):
-    """A group of such commands; alone on the line it shows its help."""
+    """A group of such commands; without a subcommand it shows its help."""
 
     command_class = CliCommand
 
@@ -204,12 +206,12 @@ class CliGroup(click.Group):
         self.params.extend(shared_options())
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - click's signature
-        """In the order in which they were added: that of their use, not of the alphabet."""
+        """The commands in the order in which they were added, which is the order of their use."""
         return list(self.commands)
 
 
 class ListingGroup(CliGroup):
-    """A group that alone on the line lists, instead of showing its help."""
+    """A group that lists if no subcommand is given, instead of showing its help."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs | {"invoke_without_command": True})

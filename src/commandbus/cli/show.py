@@ -147,11 +147,12 @@ def _print_record(record: CommandRecord, part: PartOfProcess | None) -> None:
 
 
 def attempts_text(record: CommandRecord, *, most: int | None = None) -> str:
-    """How many are charged, of how many; and the number of the last one, where that is another."""
+    """How many attempts are charged, and of how many; also the number of the last attempt, if that is
+    different."""
     charged = record.charged_attempts
     if charged is None:
         return f"number {record.attempts}"
-    if most is not None and charged > most:  # crashes are charged together, once the command is convicted of them
+    if most is not None and charged > most:  # a convicted command is charged for its earlier crashes at once
         return f"all {most} used up ({charged} charged, crashes of before among them), number {record.attempts}"
     shown = f"{charged}" if most is None else f"{charged} of {most}"
     return shown + ("" if charged == record.attempts else f" charged, number {record.attempts}")

@@ -1,8 +1,8 @@
 """Signals as exceptions: SIGTERM (and SIGHUP, unless it is ignored) ends a command as Ctrl-C does, through every
 `finally`, so that an embedded server or a child process is not left behind.
 
-`deferred()` is for the few lines that must not be torn apart, such as starting a process and noting its id: a
-signal that comes meanwhile is raised at the end of the block.
+`deferred()` is for the few lines that must not be interrupted, such as starting a process and noting its id. A
+signal that comes during these lines is raised at the end of the block.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ CAUGHT = (signal.SIGTERM, signal.SIGHUP)
 
 
 class TerminatedError(BaseException):
-    """SIGTERM or SIGHUP; not an Exception, so that nothing between here and the entry takes it for one."""
+    """SIGTERM or SIGHUP; not an Exception, so that no `except Exception` on the way to the entry catches it."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
@@ -32,7 +32,7 @@ def _raise(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - the 
 
 @contextmanager
 def as_exceptions() -> Iterator[None]:
-    """Within the block the signals are raised; outside the main thread nothing changes."""
+    """Raise the signals as exceptions within the block. Outside the main thread, this changes nothing."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -49,7 +49,8 @@ def as_exceptions() -> Iterator[None]:
 
 @contextmanager
 def deferred(*, forget: bool = False) -> Iterator[None]:
-    """Signals wait until the end of the block, or are forgotten: somebody who cleans up needs no reminder."""
+    """Hold signals back until the end of the block. With `forget`, drop them, because we are cleaning up
+    already."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -118,7 +118,8 @@ def _state(item: WorkerInfo) -> str:
 
 
 def _health(item: WorkerInfo) -> str:
-    """Its state and, in parentheses, why it is not better. What a silent one said last is no longer news."""
+    """Its state and, in parentheses, the reasons if it is not healthy. A silent worker's last report is
+    outdated."""
     if not item.is_alive and item.state != "STOPPED":
         return "?"
     if item.health is None:

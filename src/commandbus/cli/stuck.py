@@ -90,7 +90,7 @@ def _print(found: list[StuckAttempt], *, with_autopsy: bool) -> None:
 
 
 def _what(item: StuckAttempt) -> str:
-    """What it hung in; of one that is not to blame, why it was stopped."""
+    """Where the attempt hung; if it was not to blame, why it was stopped."""
     if item.verdict == Verdict.WAIVED:
         error = item.error or ""
         return error if "not charged" in error else f"not charged: {error}"

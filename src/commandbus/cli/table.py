@@ -1,7 +1,7 @@
 """Rows as aligned text, in as many columns as the reader's terminal has.
 
-Nothing that somebody may type again is ever cropped: ids, names, numbers and instants are shown whole. If a table
-is too wide, these are tried in turn, until it fits:
+Nothing that somebody may want to type again is ever cropped: ids, names, numbers and instants are shown whole. If
+a table is too wide, these steps are tried in turn, until it fits:
 
 1. columns of text wrap at words, then heads, too; of free text (errors, messages) three lines are shown;
 2. columns that are marked as less important are left out, and the reader is told which; the more important ones
@@ -20,8 +20,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 GAP = "  "
-TEXT_WIDTH = 24  # a column of text is not made narrower
-NAME_WIDTH = 8  # nor is another one
+TEXT_WIDTH = 24  # a column of text is never narrower
+NAME_WIDTH = 8  # any other column is never narrower
 MOST_LINES = 3
 ELLIPSIS = "…"
 KINDS = ":=+~"
@@ -30,9 +30,9 @@ BREAKS = " _-/,"  # a line may end after these
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column of a table: its head, and what may be done to it where room is short.
+    """A column of a table: its head, and what may be done to it if room is short.
 
-    `rank` says how early it is left out: 0 never, a higher one before a lower one.
+    `rank` says how early it is left out: 0 is never, and a higher rank is left out before a lower one.
     """
 
     head: str
@@ -41,17 +41,17 @@ class Column:
 
     @property
     def is_number(self) -> bool:
-        """Numbers stand right, and never wrap."""
+        """Is it a column of numbers? They are aligned to the right, and never wrap."""
         return self.kind == ":"
 
     @property
     def is_text(self) -> bool:
-        """Text wraps before anything else does."""
+        """Is it a column of text? Text wraps before anything else does."""
         return self.kind in ("~", "+")
 
     @property
     def is_id(self) -> bool:
-        """An id wraps only if nothing else helps."""
+        """Is it a column of ids? An id wraps only if nothing else helps."""
         return self.kind == "="
 
     @property
@@ -64,7 +64,7 @@ def columns(text: str) -> list[Column]:
     """Columns from their heads, each with its mark: `":# =command_id type sent?? ~error?"`.
 
     `:` numbers, `=` ids, `+` text, `~` free text, of which a few lines are enough; without a mark: names and
-    states. One that ends in `?` may be left out where room is short; the more question marks, the earlier.
+    states. A column whose mark ends in `?` may be left out if room is short; the more question marks, the earlier.
     """
     return [_column(word) for word in text.split()]
 
@@ -91,7 +91,7 @@ def lay_out(
 
 
 def fitted(parts: Sequence[str], room: int, *, gap: str = GAP) -> str:
-    """Parts of a line, as many as there is room for: a figure is left out as a whole, never cut."""
+    """As many parts of a line as there is room for. A part is left out as a whole, never cut."""
     for count in range(len(parts), 0, -1):
         line = gap.join(parts[:count])
         if width_of(line) <= room:
@@ -119,15 +119,15 @@ def _total(widths: Sequence[int]) -> int:
 
 
 def _longest_word(text: str) -> str:
-    """The longest part of a text that a line cannot end within, unless a word breaks."""
+    """The longest part of a text in which a line can only end by breaking a word."""
     for mark in BREAKS.strip():
         text = text.replace(mark, f"{mark} ")
     return max(text.split(), key=width_of, default="")
 
 
 def _fit(heads: Sequence[Column], natural: list[int], narrow: list[int], words: list[int], room: int) -> list[int]:
-    """A width for each column, which is 0 for one that is left out; `narrow` is with heads that wrap, `words` with
-    every line a word."""
+    """A width for each column, 0 if the column is left out. `narrow` are the widths if heads wrap, `words` those
+    if every line has one word."""
     texts = [index for index, column in enumerate(heads) if column.is_text]
     names = [index for index, column in enumerate(heads) if not column.is_number]
     others = [index for index in names if not heads[index].is_id]
@@ -146,7 +146,8 @@ def _fit(heads: Sequence[Column], natural: list[int], narrow: list[int], words: 
 
 
 def _shrunk(widths: Sequence[int], which: Iterable[int], least: Sequence[int], room: int) -> list[int]:
-    """These columns made narrower, the widest first, until all fit or each has its least width."""
+    """The widths after making these columns narrower, the widest first, until all fit or have their least
+    width."""
     found = list(widths)
     excess = _total(found) - room
     while excess > 0 and (wider := [index for index in which if found[index] > least[index]]):
@@ -172,7 +173,7 @@ def _row(heads: Sequence[Column], cells: Sequence[str], widths: Sequence[int]) -
 
 
 def _wrapped(text: str, width: int, most: int | None) -> list[str]:
-    """A text in lines of this width, broken at words where it has any; `most` lines of it."""
+    """A text in lines of this width, broken between words where possible; at most `most` lines."""
     if width_of(text) <= width:
         return [text]
     pieces: list[str] = []
@@ -188,7 +189,7 @@ def _wrapped(text: str, width: int, most: int | None) -> list[str]:
 
 
 def _end(text: str, width: int) -> int:
-    """How many characters of it fit; one at least."""
+    """How many characters of the text fit; at least one."""
     used = 0
     for index, char in enumerate(text):
         used += _width_of_char(char)

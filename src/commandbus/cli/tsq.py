@@ -1,6 +1,6 @@
 """`tsq list|count|retry|cancel|complete`: the troubleshooting queue, commands that need a person.
 
-One command is named by `DOMAIN ID`, many by `--all --domain …`. Before it changes many, it asks.
+One command is named by `DOMAIN ID`, many by `--all --domain …`. Before it changes many commands, it asks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 @dataclass(slots=True)
 class Target:
-    """What an action is for: one command, or all that match."""
+    """The commands that an action is for: one command, or all that match."""
 
     domain: str
     command_id: str | None
@@ -185,7 +185,7 @@ def _confirm(ctx: click.Context, queue: TroubleshootingQueue, target: Target, ve
 
 
 def is_somebody_there() -> bool:
-    """Can a question be answered?"""
+    """Can the program ask a question and get an answer?"""
     return sys.stdin.isatty()
 
 

@@ -78,7 +78,7 @@ def worker(
 
 
 def _check_reference(reference: str | None) -> None:
-    """The commonest mistake is told before a process is started for it."""
+    """Report the most common mistake before a process is started."""
     module, colon, name = (reference or "").partition(":")
     if module.endswith(".py") and Path(module).is_file():
         raise ConfigurationError(
@@ -87,7 +87,7 @@ def _check_reference(reference: str | None) -> None:
 
 
 def _check_reachable(settings: Settings) -> None:
-    """Say within seconds that a server is away; the embedded one is started by the supervisor itself."""
+    """Fail within seconds if the server is unreachable. The supervisor itself starts an embedded server."""
     if embedded_folder(settings) is None:
         connect(settings).close()
 

@@ -1,7 +1,7 @@
 """`demo`: a PostgreSQL, two workers, a few hundred commands that end in all kinds of ways, and a table of them.
 
 It ends by itself. At its end, also after Ctrl-C or SIGTERM, it stops what it started: first the workers, then the
-server (its data stays). `--keep` leaves both up and says how to stop them.
+server (its data stays). With `--keep`, both stay up, and the demo says how to stop them.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ LIMIT_SECONDS = 120.0
 
 @dataclass(frozen=True, slots=True)
 class DemoDatabase:
-    """The demo's database: its address, how to name it on a command line, and where logs may lie."""
+    """The demo's database: its address, how to name it on a command line, and where logs may be written."""
 
     settings: Settings
     option: str | None
@@ -121,7 +121,7 @@ def _demo_database(
 
 @contextlib.contextmanager
 def _scratch_folder(*, keep: bool) -> Iterator[Path]:
-    """For the logs of workers beside a server of the reader's own."""
+    """A folder for the logs of the workers, if the demo uses a server that it did not start."""
     if keep:
         yield Path(tempfile.mkdtemp(prefix="commandbus-demo-"))
         return
@@ -138,7 +138,7 @@ def _prepare(bus: CommandBus, output: DemoOutput) -> None:
     )
 
 
-# --- the play ------------------------------------------------------------------------------------------------
+# --- the run -------------------------------------------------------------------------------------------------
 
 
 def _play(

@@ -1,7 +1,7 @@
 """Runs `commandbus WORDS...` so that it ends when its parent dies: `python -m … PID WORDS...`.
 
-The demo starts its workers through this module: when the demo is gone, even by kill -9, the kernel sends the
-supervisor SIGTERM, and the supervisor stops its workers cleanly.
+The demo starts its workers through this module. When the demo is gone, even by kill -9, the kernel sends SIGTERM
+to the supervisor, and the supervisor stops its workers cleanly.
 """
 
 from __future__ import annotations

@@ -64,11 +64,11 @@ class DemoFleet:
 
     @property
     def log_files(self) -> list[Path]:
-        """Where they write what they have to say."""
+        """Their log files."""
         return [self._log_file(number) for number in range(1, self._size + 1)]
 
     def obituary(self) -> str | None:
-        """The last words of those that ended by themselves; None if all live."""
+        """The last log lines of workers that ended by themselves; None if all are alive."""
         dead = [
             f"worker {number} ended with code {process.returncode}: {_last_line(self._log_file(number))}"
             for number, process in enumerate(self._processes, start=1)
@@ -81,7 +81,8 @@ class DemoFleet:
         return "; ".join(f"{file}: {_last_line(file)}" for file in self.log_files)
 
     def stop(self) -> None:
-        """SIGTERM to all, then SIGKILL to those that do not end; signals to us wait until that is done."""
+        """Send SIGTERM to all, then SIGKILL to those that do not end. Signals to the demo wait until that is
+        done."""
         with deferred(forget=True):
             for process in self._processes:
                 with contextlib.suppress(ProcessLookupError):
@@ -98,7 +99,7 @@ class DemoFleet:
     def _start(self, number: int) -> subprocess.Popen[bytes]:
         options = [word for name, value in OPTIONS.items() for word in (f"--{name}", value)]
         reference = f"{handlers.__name__}:registry"
-        # The address is passed in the environment: everybody can read the arguments of a process.
+        # The address is passed in the environment, because every user can read the arguments of a process.
         environment = dict(os.environ, COMMANDBUS_DATABASE_URL=self._database_url, CANCEL_GRACE_SECONDS="1s")
         program = ["commandbus.cli"] if self.keep else [f"{__package__}.ends_with_parent", str(os.getpid())]
         with self._log_file(number).open("wb") as log:

@@ -18,7 +18,8 @@ from commandbus.model.names import queue_of
 
 @dataclass(frozen=True, slots=True)
 class OutcomeGroup:
-    """Commands of one kind: of ten, `share` are of it; `attempts` each makes, `fate` is where they end."""
+    """Commands of one kind: `share` of every ten are of this kind, each makes `attempts`, and `fate` is their
+    status at the end."""
 
     command_type: str
     story: str
@@ -28,7 +29,7 @@ class OutcomeGroup:
     failures: int = 0
 
     def data(self, number: int) -> dict[str, Any]:
-        """What its handler is given."""
+        """The data of a command of this kind."""
         everything: dict[str, dict[str, Any]] = {
             "greet": {"name": f"guest {number}"},
             "call_flaky_service": {"failures": self.failures, "request": number},
@@ -46,12 +47,12 @@ GROUPS = (
     OutcomeGroup("withdraw", "a rule says no", 1, 1, CommandStatus.FAILED),
     OutcomeGroup("hang", "never returns", 0, 1, CommandStatus.IN_TROUBLESHOOTING_QUEUE),
 )
-HANGING = 2  # of all, from ten on: each costs a second of grace and a fresh worker
+HANGING = 2  # hanging commands, if ten or more are sent: each costs a second of grace and a new worker
 _IN_TURN = [group for group in GROUPS for _ in range(group.share)]
 
 
 def make_commands(count: int, correlation_id: str) -> Iterator[NewCommand]:
-    """So many commands, their kinds mixed."""
+    """Make so many commands, with their kinds mixed."""
     hanging = {number * count // HANGING for number in range(HANGING)} if count >= len(_IN_TURN) else set()
     for number in range(count):
         group = GROUPS[-1] if number in hanging else _IN_TURN[number * 7 % len(_IN_TURN)]
@@ -60,7 +61,7 @@ def make_commands(count: int, correlation_id: str) -> Iterator[NewCommand]:
 
 @dataclass(frozen=True, slots=True)
 class OutcomeLine:
-    """One group's figures; `attempts` are those made."""
+    """The figures of one group; `attempts` is how many attempts were made."""
 
     command_type: str
     found: int = 0
@@ -71,7 +72,7 @@ class OutcomeLine:
 
     @property
     def open(self) -> int:
-        """Those that are not through yet."""
+        """How many have not ended yet."""
         return self.found - self.completed - self.failed - self.in_tsq
 
 
@@ -84,12 +85,12 @@ class OutcomeCounts:
 
     @property
     def done(self) -> int:
-        """Commands that are through."""
+        """How many commands have ended."""
         return sum(line.found - line.open for line in self.lines)
 
     @property
     def open(self) -> int:
-        """Commands that are not."""
+        """How many commands have not ended."""
         return sum(line.open for line in self.lines)
 
     def sum(self, name: str) -> int:
@@ -121,7 +122,7 @@ def count(ids: Sequence[int]) -> Steps[OutcomeCounts]:
 
 
 def discrepancies(counts: OutcomeCounts, sent: Sequence[NewCommand]) -> list[str]:
-    """Where what was sent and what was found do not agree; nothing, if nothing was lost."""
+    """The differences between what was sent and what was found; empty if nothing was lost."""
     wrong = []
     for group, line in zip(GROUPS, counts.lines, strict=True):
         expected = sum(command.command_type == group.command_type for command in sent)

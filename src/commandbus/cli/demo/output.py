@@ -1,4 +1,4 @@
-"""What the demo shows: steps, live progress, the table at the end, and the lines to go on with.
+"""What the demo shows: steps, live progress, the table at the end, and the command lines to try next.
 
 On a terminal the progress is one line that is overwritten; elsewhere it is one line per second. Everything goes to
 stdout. With --json it goes to stderr, and stdout gets the document.
@@ -24,7 +24,7 @@ PLAIN_SECONDS = 1.0
 
 
 class DemoOutput:
-    """Where the demo speaks."""
+    """The output of the demo."""
 
     def __init__(self, *, as_json: bool) -> None:
         self._err = as_json
@@ -33,12 +33,12 @@ class DemoOutput:
         self._line_is_open = False
 
     def say(self, text: str = "") -> None:
-        """A line."""
+        """Print a line."""
         self.close_line()
         click.echo(text, err=self._err)
 
     def progress(self, counts: OutcomeCounts, total: int, seconds: float, *, running: int) -> None:
-        """How far it is."""
+        """Show the progress."""
         parts = [
             f"{counts.done}/{total} done", f"{running} running", f"{counts.sum('completed')} completed",
             f"{counts.sum('failed')} failed", f"{counts.sum('in_tsq')} in TSQ", f"{seconds:.1f} s",
@@ -54,7 +54,7 @@ class DemoOutput:
             click.echo(f"  {', '.join(parts)}", err=self._err)
 
     def close_line(self) -> None:
-        """End the line that is written over."""
+        """End the line that is overwritten with progress."""
         if self._line_is_open:
             click.echo("", err=self._err)
             self._line_is_open = False
@@ -72,7 +72,7 @@ class DemoOutput:
 
 
 def program() -> str:
-    """How this very program is called from the reader's shell."""
+    """How this program is called from the reader's shell."""
     called = Path(sys.argv[0])
     if called.name in ("__main__.py", "worker.py") or not called.exists():
         return f"{_from_here(Path(sys.executable))} -m commandbus.cli"
@@ -86,12 +86,13 @@ def program() -> str:
 
 
 def folder_word(folder: Path) -> str:
-    """A folder as one would type it."""
+    """A folder as the reader would type it."""
     return _from_here(folder)
 
 
 def _from_here(path: Path) -> str:
-    """Relative to where the reader's shell is, which `./dev` may have left."""
+    """A path relative to the folder of the reader's shell, because `./dev` may have changed the working
+    directory."""
     here = Path(os.environ.get("PWD") or os.getcwd())
     path = Path(os.path.abspath(path))
     return shlex.quote(str(path.relative_to(here)) if path.is_relative_to(here) else str(path))

@@ -1,8 +1,8 @@
 """`doctor`: checks the installation, and says what to do. Exit code 1 if something failed.
 
 The checks run in this order, because each needs the one before it: configuration → the service manager's unit or
-manifest, if one is given → server → schema → privileges → the fleet. If a check fails, those that need it are left
-out. Limits come last: they may need Redis.
+manifest, if one is given → server → schema → privileges → the fleet. If a check fails, the checks that need it are
+left out. Limits come last, because they may need Redis.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def doctor(ctx: click.Context, unit_file: TextIO | None, manifest_file: TextIO |
 
 
 def examine(session: CliSession, unit_file: TextIO | None = None, manifest_file: TextIO | None = None) -> Findings:
-    """All findings, as they are made."""
+    """All findings, one by one, as the checks make them."""
     yield from _installation()
     settings, findings = configuration.load(session)
     yield from findings
@@ -115,7 +115,7 @@ def _installation() -> Findings:
 
 def _on_server(conn: Conn, settings: Settings, *, is_embedded: bool) -> Findings:
     yield from _guarded("server", server.examine(conn, settings, is_embedded=is_embedded))
-    if settings.prepared_statements:  # otherwise it is a pooler's session, and nothing may be left in it
+    if settings.prepared_statements:  # otherwise it is a pooler's session, which must be left unchanged
         conn.execute(f"SET lock_timeout = '{LOCK_SECONDS}s'".encode())
     state, findings = schema.examine_schema(conn)
     yield from findings
@@ -130,7 +130,7 @@ def _on_server(conn: Conn, settings: Settings, *, is_embedded: bool) -> Findings
 
 
 def _guarded(check: str, findings: Findings) -> Findings:
-    """A role that may not look gets a finding, not an error."""
+    """If the role may not read something, make that a finding instead of an error."""
     try:
         yield from findings
     except psycopg.errors.InsufficientPrivilege as error:

@@ -11,7 +11,7 @@ from commandbus.settings import SETTINGS, Settings
 
 
 def load(session: CliSession) -> tuple[Settings | None, Findings]:
-    """The settings, if they can be loaded, and what is to be said about them."""
+    """The settings, if they can be loaded, and the findings about them."""
     try:
         settings = session.settings()
     except ConfigurationError as error:

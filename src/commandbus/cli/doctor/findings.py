@@ -20,7 +20,7 @@ class Level(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What one check found; `remedy` says what to do, where there is something to do."""
+    """What one check found; `remedy` says what to do, if there is something to do."""
 
     check: str
     level: Level
@@ -33,7 +33,7 @@ Conn: TypeAlias = "Connection[Any]"
 
 
 def ok(check: str, message: str, remedy: str | None = None) -> Finding:
-    """All is well; a remedy is then a hint."""
+    """All is well. A remedy is then only a hint."""
     return Finding(check, Level.OK, message, remedy)
 
 

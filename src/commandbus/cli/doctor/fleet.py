@@ -56,7 +56,7 @@ def _unserved(domains: list[DomainStatus], alive: list[WorkerInfo]) -> Findings:
 
 
 def _unhandled(domains: list[DomainStatus]) -> Findings:
-    """What is parked because the workers that claimed it have no handler for it."""
+    """Commands that are parked because the workers that claimed them have no handler for them."""
     for item in domains:
         for kind in item.unhandled:
             if not kind.workers:
@@ -66,7 +66,7 @@ def _unhandled(domains: list[DomainStatus]) -> Findings:
                     "these workers have no free slot for it: start more, and end those that do not know the type"
                 )
             else:
-                continue  # one of these workers takes them within moments
+                continue  # one of these workers will take the commands soon
             yield warn("command types", unhandled_text(kind), remedy)
 
 
@@ -104,7 +104,7 @@ def _paused(item: DomainStatus) -> str:
 
 
 def _full(conn: Conn, settings: Settings) -> Findings:
-    """Where the oldest of what was put aside is dropped, because there is too much of it."""
+    """Tables of things set aside that are full, so that their oldest rows are dropped."""
     for table, kind in ASIDES.items():
         row = conn.execute(
             f"SELECT pg_catalog.max(id) - pg_catalog.min(id) + 1::bigint, "

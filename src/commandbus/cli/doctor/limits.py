@@ -36,7 +36,7 @@ def examine(conn: Conn, settings: Settings) -> Findings:
 
 
 def _declarations(rows: list[LimitRow], settings: Settings) -> Findings:
-    """The last program to start wins: do the declarations of these settings count?"""
+    """Are the declarations of these settings in effect? The last program to start wins."""
     known = {row.name: row for row in rows}
     for limit in settings.limits:
         row = known.get(limit.name)

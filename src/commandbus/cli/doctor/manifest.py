@@ -2,8 +2,8 @@
 
 It reads a file of one or more documents, or the output of `kubectl get … -o json`. It checks only containers that
 run a worker: their command, arguments or environment name commandbus or WORKER_ variables. If a field is not set,
-the default of Kubernetes counts. Values from a ConfigMap or a Secret cannot be read; what depends on them is
-mentioned, and is not a failure.
+the default of Kubernetes counts. Values from a ConfigMap or a Secret cannot be read. A check that depends on them
+says so, and does not fail.
 """
 
 from __future__ import annotations
@@ -47,23 +47,23 @@ class WorkerContainer:
 
     @property
     def words(self) -> list[str]:
-        """What it runs."""
+        """Its command and arguments."""
         return [str(word) for key in ("command", "args") for word in _list(self.container.get(key))]
 
     @property
     def environ(self) -> dict[str, str]:
-        """The variables whose values stand in the manifest."""
+        """The variables whose values are in the manifest itself."""
         variables = [item for item in _list(self.container.get("env")) if isinstance(item, dict)]
         return {str(item.get("name")): str(item["value"]) for item in variables if item.get("value") is not None}
 
     def may_set(self, variable: str) -> bool:
-        """Could it come from somewhere that we cannot see?"""
+        """Can this variable have a value that the manifest does not show?"""
         named_ones = [item.get("name") for item in _list(self.container.get("env")) if isinstance(item, dict)]
         return bool(self.container.get("envFrom")) or variable in named_ones
 
 
 def examine(text: str, settings: Settings) -> Findings:
-    """All that is to be said about the workers in a manifest of this text."""
+    """All findings about the workers in the text of a manifest."""
     try:
         found = list(_worker_containers(_read(text)))
     except UnreadableError as error:
@@ -114,7 +114,7 @@ def _read(text: str) -> list[Any]:
         mark = getattr(error, "problem_mark", None)
         where = "it" if mark is None else f"line {mark.line + 1}"
         raise UnreadableError(f"{where} cannot be read: {getattr(error, 'problem', None) or error}") from None
-    except (ValueError, RecursionError) as error:  # an impossible date; brackets that never end
+    except (ValueError, RecursionError) as error:  # an impossible date, or brackets nested too deeply
         raise UnreadableError(f"it cannot be read: {error}") from None
 
 
@@ -183,7 +183,7 @@ def _probes(worker: WorkerContainer, settings: Settings) -> Findings:
 
 
 def _listener(worker: WorkerContainer, settings: Settings) -> Findings:
-    """Does anything answer, and can the kubelet reach it?"""
+    """Does a server answer there, and can the kubelet reach it?"""
     if settings.health_port is None:
         finding = warn if worker.may_set("WORKER_HEALTH_PORT") else fail
         yield finding(
@@ -216,7 +216,7 @@ def _target(worker: WorkerContainer, settings: Settings, probe: str, get: dict[s
 
 
 def _patience(worker: WorkerContainer, settings: Settings) -> Findings:
-    """The kubelet must not end the pod before the supervisor has replaced the worker that is frozen."""
+    """The kubelet must not end the pod before the supervisor has replaced a frozen worker."""
     probe = worker.container["livenessProbe"]
     period, threshold = _number(probe.get("periodSeconds"), 10), _number(probe.get("failureThreshold"), 3)
     ours = named(settings, "heartbeat_timeout")

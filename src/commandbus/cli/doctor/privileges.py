@@ -1,7 +1,7 @@
 """What the current role may do: look, send, run handlers, operate.
 
-Each ability needs what the role of that name would be granted (`model/roles.py`). Those GRANTs are read here, and
-every privilege in them is asked of the server: there is no second list that could disagree.
+Each ability needs what the role of that name would be granted (`model/roles.py`). The doctor reads those GRANTs,
+and asks the server about every privilege in them. So there is no second list that could disagree.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _GRANT = re.compile(
 
 
 def examine(conn: Conn) -> Findings:
-    """What the role may do, and which grant is missing for what it may not do. Nothing if there is no schema."""
+    """What the role may do and, for everything else, which grant is missing. Nothing if there is no schema."""
     row = conn.execute(
         b"SELECT current_user, pg_catalog.to_regnamespace('commandbus') IS NOT NULL "
         b"AND pg_catalog.to_regnamespace('pgmq') IS NOT NULL"
@@ -64,7 +64,7 @@ def _lacking(conn: Conn, kind: str, queues: list[str]) -> list[str]:
     wanted = list(dict.fromkeys(item for text in grants for item in _privileges(text)))
     if kind == "reader":  # a reader never needs an archive
         wanted = [item for item in wanted if not item[2].startswith("pgmq.a_")]
-    # Without rights on a schema, the server tells nothing about what is in it.
+    # Without rights on a schema, the server says nothing about the objects in it.
     closed = [f"USAGE ON SCHEMA {name}" for _, sort, name in wanted
               if sort == "SCHEMA" and not _has(conn, "USAGE", sort, name)]  # fmt: skip
     return closed or [
@@ -75,7 +75,7 @@ def _lacking(conn: Conn, kind: str, queues: list[str]) -> list[str]:
 
 
 def _privileges(grant: str) -> Iterator[tuple[str, str, str]]:
-    """(privilege, sort of object, its name) of everything that a GRANT names."""
+    """(privilege, kind of object, its name) of everything that a GRANT names."""
     found = _GRANT.fullmatch(grant)
     if found is None:
         raise ValueError(f"cannot read this grant: {grant}")
@@ -89,7 +89,7 @@ def _privileges(grant: str) -> Iterator[tuple[str, str, str]]:
 
 
 def _queues(conn: Conn) -> list[str]:
-    """The domains' queues, from the catalog: that is open to everybody."""
+    """The domains' queues, from the catalog, which every role may read."""
     rows = conn.execute(
         b"SELECT pg_catalog.substr(relname, 3) FROM pg_catalog.pg_class WHERE relnamespace = 'pgmq'::regnamespace "
         b"AND relkind = 'r' AND relname ~ '^q_[a-z][a-z0-9_]*__commands$'::text ORDER BY 1"

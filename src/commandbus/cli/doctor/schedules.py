@@ -24,7 +24,7 @@ _COUNT = b"SELECT pg_catalog.count(*), pg_catalog.count(paused_at) FROM commandb
 
 
 def examine(conn: Conn) -> Findings:
-    """Nothing if there are no schedules."""
+    """Findings about schedules; none if there are no schedules."""
     row = conn.execute(_COUNT).fetchone()
     total, paused = row or (0, 0)
     if not total:

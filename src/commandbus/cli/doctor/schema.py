@@ -13,7 +13,7 @@ from commandbus.model.counting import counted
 
 
 def examine_schema(conn: Conn) -> tuple[SchemaState | None, Findings]:
-    """The state of the schema, if there is one that we can use."""
+    """The state of the schema; None if there is none that this release can use."""
     try:
         state = run(conn, look())
     except SchemaError as error:
@@ -45,7 +45,7 @@ def _way(way: str | None) -> str:
 
 
 def examine_domains(conn: Conn) -> Findings:
-    """Every domain has its queue."""
+    """Does every domain have its queue?"""
     domains = run(conn, list_domains())
     lost = [domain.name for domain in domains if not queue_exists(conn, domain.queue)]
     for name in lost:
@@ -57,6 +57,6 @@ def examine_domains(conn: Conn) -> Findings:
 
 
 def queue_exists(conn: Conn, queue: str) -> bool:
-    """Has PGMQ a table for this queue?"""
+    """Does PGMQ have a table for this queue?"""
     row = conn.execute(b"SELECT pg_catalog.to_regclass(%(name)s)", {"name": f"pgmq.q_{queue}"}).fetchone()
     return row is not None and row[0] is not None

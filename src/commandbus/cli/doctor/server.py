@@ -1,6 +1,6 @@
 """The server: can it be reached, is it one that we support, and do its settings fit ours?
 
-Reads only. If a plain role may not see something (others' transactions), the finding says so.
+Reads only. If a plain role may not see something (other users' transactions), the finding says so.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def examine(conn: Conn, settings: Settings, *, is_embedded: bool) -> Findings:
     yield from _limits_of_role(conn, settings)
     yield from _clock(conn)
     yield from _limits(conn, settings)
-    if not is_embedded:  # that server is ours, and nobody else uses it
+    if not is_embedded:  # an embedded server is ours alone
         yield from _dead_clients(conn)
     yield from _durability(conn)
     yield from _connections(conn, settings)
@@ -79,7 +79,7 @@ def _role_of_server(conn: Conn) -> Findings:
 
 
 def _creators(conn: Conn) -> Findings:
-    """PUBLIC may create in `public` by default up to PostgreSQL 14, and after an upgrade from there."""
+    """By default, PUBLIC may create objects in `public` up to PostgreSQL 14, and after an upgrade from there."""
     rows = conn.execute(
         b"SELECT pg_catalog.quote_ident(n.nspname) "
         b"FROM pg_catalog.pg_namespace n, pg_catalog.aclexplode(n.nspacl) a "
@@ -98,7 +98,7 @@ def _creators(conn: Conn) -> Findings:
 
 
 def _search_path(conn: Conn) -> Findings:
-    """Where pg_catalog is not named, it comes first."""
+    """If search_path does not name pg_catalog, PostgreSQL puts it first."""
     path = _one(conn, "SHOW search_path")
     names = [name.strip() for name in path.split(",")]
     if "pg_catalog" in names[1:]:
@@ -111,7 +111,7 @@ def _search_path(conn: Conn) -> Findings:
 
 
 def _pooler(conn: Conn, settings: Settings) -> Findings:
-    """A pooler invents the session's process id; a server tells its own."""
+    """A pooler invents the session's process id; a server reports the real one."""
     if conn.info.backend_pid == _one(conn, "SELECT pg_catalog.pg_backend_pid()"):
         return
     if settings.prepared_statements:
@@ -126,7 +126,8 @@ def _pooler(conn: Conn, settings: Settings) -> Findings:
 
 
 def _limits_of_role(conn: Conn, settings: Settings) -> Findings:
-    """Behind PgBouncer in transaction mode only the role can limit how long our own statements wait."""
+    """Behind PgBouncer in transaction mode, only settings of the role can limit how long our own statements
+    wait."""
     if settings.prepared_statements:
         return
     unlimited = [name for name in ("lock_timeout", "statement_timeout") if _setting(conn, name) == "0"]
@@ -158,11 +159,11 @@ def _clock(conn: Conn) -> Findings:
 
 
 def _limits(conn: Conn, settings: Settings) -> Findings:
-    """The timeouts of the server for this role's sessions that would end something before ours do."""
+    """Timeouts of the server, for this role's sessions, that are shorter than our own."""
     quiet = True
     for name, what, ours, harm in _ours(settings):
         if name == "lock_timeout" and not settings.prepared_statements:
-            continue  # behind PgBouncer our own sessions have the value of the role: see `role limits`
+            continue  # behind PgBouncer our own sessions use the value of the role: see `role limits`
         theirs = int(_setting(conn, name) or 0) / 1000  # no limit: 0, or a version before PostgreSQL 17
         if 0 < theirs < ours:
             quiet = False
@@ -177,7 +178,7 @@ def _limits(conn: Conn, settings: Settings) -> Findings:
 
 
 def _ours(settings: Settings) -> Iterator[tuple[str, str, float, str]]:
-    """The server's setting, what of ours it must not undercut, our value, and what happens if it does."""
+    """The server's setting, our setting that must not be longer, its value, and what happens if it is longer."""
     limits = settings.timeouts
     statement = limits.statement_timeout
     yield (
@@ -203,7 +204,8 @@ def _ours(settings: Settings) -> Iterator[tuple[str, str, float, str]]:
 
 
 def _longest_transaction(settings: Settings) -> tuple[str, float]:
-    """That of an attempt that counts as stuck the moment it commits; without a deadline that of one statement."""
+    """The longest transaction: of an attempt that commits when it counts as stuck; without a deadline, one
+    statement."""
     stuck = settings.timeouts.stuck_seconds()
     if stuck is None:
         return "statement_timeout", settings.statement_timeout
@@ -276,14 +278,14 @@ def _connections(conn: Conn, settings: Settings) -> Findings:
 
 
 def _message_connections(conn: Conn) -> int:
-    """Where there are processes, their messages have slots of their own in a worker that has other work, too."""
+    """If there are processes, a worker that also has other work has extra slots for messages to processes."""
     if not _is_readable(conn, "process"):
         return 0
     return ROUTER_SLOTS if _one(conn, "SELECT EXISTS (SELECT FROM commandbus.process)") else 0
 
 
 def _scheduler_connections(conn: Conn) -> int:
-    """Where there are schedules, a worker has a connection for them."""
+    """If there are schedules, a worker has a connection for them."""
     if not _is_readable(conn, "schedule"):
         return 0
     return int(_one(conn, "SELECT EXISTS (SELECT FROM commandbus.schedule)"))
@@ -300,7 +302,7 @@ def _is_readable(conn: Conn, table: str) -> bool:
 
 
 def _limit_client_connections(conn: Conn, settings: Settings) -> int:
-    """Where limits are used, a worker has a connection for them, and one more if some are kept in Redis."""
+    """If limits are used, a worker has a connection for them, and one more if some are kept in Redis."""
     is_readable = _is_readable(conn, "limits")
     kept = {settings.backend_of(limit) for limit in settings.limits}
     if is_readable:

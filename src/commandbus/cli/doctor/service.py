@@ -21,7 +21,8 @@ MEBIBYTE: Final = 1024 * 1024
 def as_seen_there(
     settings: Settings, environ: Mapping[str, str], words: Sequence[str], *, source: str
 ) -> Settings:
-    """The settings with this environment and these arguments of the worker; ValueError if they make no sense."""
+    """The settings with this environment and these arguments of the worker. Raises ValueError if they are
+    invalid."""
     changes: dict[str, Any] = {}
     for setting in SETTINGS.values():
         text = _option(words, f"--{setting.name.replace('_', '-')}") or environ.get(setting.env, "").strip()
@@ -35,7 +36,7 @@ def as_seen_there(
 
 
 def _option(words: Sequence[str], option: str) -> str | None:
-    """The value of `--option value` or `--option=value`, the last one given."""
+    """The value of `--option value` or `--option=value`; the last one counts."""
     found = None
     for at, word in enumerate(words):
         if word == option and at + 1 < len(words):
@@ -46,7 +47,7 @@ def _option(words: Sequence[str], option: str) -> str | None:
 
 
 def named(settings: Settings, name: str) -> str:
-    """`shutdown_timeout (30s)`, and where that is from unless it is the default."""
+    """`shutdown_timeout (30s)`, and where the value comes from unless it is the default."""
     origin = settings.origins[name]
     where = "" if origin == "default" else f", from {origin}"
     return f"{name} ({SETTINGS[name].kind.show(getattr(settings, name))}{where})"
@@ -58,13 +59,13 @@ def with_spare(seconds: float) -> int:
 
 
 def shown_span(seconds: float) -> str:
-    """As systemd and people write it."""
+    """A time span as systemd and people write it."""
     return "infinity" if math.isinf(seconds) else format_seconds(seconds)
 
 
 def memory_needed(settings: Settings) -> int | None:
     """Bytes that workers, and their child processes for commands in quarantine, may use before they are replaced;
-    None where there is no such limit."""
+    None if there is no such limit."""
     if settings.max_memory_mb is None:
         return None
     children = settings.quarantine_processes if settings.quarantine else 0
@@ -72,13 +73,13 @@ def memory_needed(settings: Settings) -> int | None:
 
 
 def memory_advised(settings: Settings) -> int:
-    """Megabytes with which nobody is ended by the kernel: a replacement starts before the old worker ends."""
+    """Megabytes with which the kernel kills no process, even while a replacement runs beside the old worker."""
     replacements = (settings.max_memory_mb or 0) * settings.processes
     return (memory_needed(settings) or 0) // MEBIBYTE + replacements
 
 
 def shown_memory(settings: Settings) -> str:
-    """How that is counted."""
+    """How `memory_needed` is computed, for people."""
     each = f"{named(settings, 'max_memory_mb')} MB"
     if not settings.quarantine:
         return f"{named(settings, 'processes')} × {each}"

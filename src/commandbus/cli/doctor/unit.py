@@ -45,7 +45,7 @@ Section: TypeAlias = dict[str, list[str]]
 
 
 def examine(text: str, settings: Settings) -> Findings:
-    """All that is to be said about a unit of this text."""
+    """All findings about the text of a unit."""
     service = read_unit(text).get("Service")
     if not service or not service.get("ExecStart"):
         yield fail(
@@ -68,7 +68,7 @@ def examine(text: str, settings: Settings) -> Findings:
 
 
 def read_unit(text: str) -> dict[str, Section]:
-    """Section → key → its values; an empty value takes back those before it."""
+    """Section → key → its values. An empty value deletes the values before it."""
     found: dict[str, Section] = defaultdict(lambda: defaultdict(list))
     section = ""
     for line in re.sub(r"\\\n", " ", text).splitlines():
@@ -112,13 +112,13 @@ def _words(text: str) -> list[str]:
 
 
 def _environment(service: Section) -> dict[str, str]:
-    """Environment= and, where it can be read, EnvironmentFile=, which counts for more."""
+    """The variables of Environment= and, if it can be read, EnvironmentFile=, which overrides them."""
     pairs = [word for value in service.get("Environment", []) for word in _words(value)]
     for name in service.get("EnvironmentFile", []):
         try:
             lines = Path(name.removeprefix("-")).read_text("utf-8", errors="replace").splitlines()
         except OSError:
-            continue  # on another machine, or not ours to read
+            continue  # the file is on another machine, or we may not read it
         pairs += [word for line in lines if not line.lstrip().startswith(("#", ";")) for word in _words(line)[:1]]
     return dict(pair.split("=", 1) for pair in pairs if "=" in pair)
 

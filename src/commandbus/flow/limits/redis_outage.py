@@ -40,7 +40,7 @@ Held = dict[str, dict[str, Any]]
 
 
 class Epochs(Protocol):
-    """What Redis is asked while the mode is decided (`limits.redis_places.RedisPlaces` does it)."""
+    """What Redis is asked while the mode is decided (`RedisScripts` does it)."""
 
     def probe(self) -> Any: ...
 
