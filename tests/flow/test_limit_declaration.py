@@ -443,6 +443,9 @@ def test_ac5_the_estimate_is_the_permits_ahead_by_the_measured_rate(
     waits = [orders.estimate("docai", domain="orders", command_id=item.command_id) for item in sent[2:]]
     assert [item.ahead for item in waits] == [0, 1, 2, 3]
     assert [item.seconds for item in waits] == pytest.approx([0.5, 1.0, 1.5, 2.0], rel=0.15)
+    db.execute("UPDATE commandbus.limits SET flow_at = flow_at - 3600")
+    found = orders.estimate("docai")
+    assert (found.seconds, found.text) == (None, "4 ahead at docai; no rate was measured lately")
 
 
 @sync_only

@@ -31,6 +31,8 @@ MAX_WAIT_SECONDS: Final = 86_400.0
 TRIES: Final = 4
 GRAIN_SECONDS: Final = 1e-6
 FLOW_SECONDS: Final = 60.0
+SLOWEST_FLOW: Final = 0.0008
+"""Permits a second. A smaller flow means that none was given for minutes, and says nothing about the next."""
 """Over which time the measured rate is an average."""
 
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,47}\Z")

@@ -14,7 +14,7 @@ from commandbus.flow.limits.declare import LimitRow, get_limit, read_rows, selec
 from commandbus.flow.operation import Statement, Steps, operation
 from commandbus.model.durations import roughly
 from commandbus.model.json_values import Json
-from commandbus.model.limit import PermitUsage, until_next
+from commandbus.model.limit import SLOWEST_FLOW, PermitUsage, until_next
 
 UNKNOWN = "unknown"
 """The mode of a limit whose permits this program cannot reach."""
@@ -279,7 +279,8 @@ def estimate(row: LimitRow, look: PermitUsage, ahead: int, *, is_waiting: bool) 
         return Estimate(
             row.name, pace, 0.0, 0, look.flow, "a permit is free" if not pace else f"the rate of {row.name}"
         )
-    rates = [rate for rate in (look.flow, row.per_second) if rate]
+    flow = look.flow if look.flow is not None and look.flow >= SLOWEST_FLOW else None
+    rates = [rate for rate in (flow, row.per_second) if rate]
     rate = min(rates) if rates else None
     why = limit_state.explain(row.name) if limit_state.is_probing else f"{ahead} ahead at {row.name}"
     if rate is None and look.why_unknown is not None and not backoff and not ahead:
@@ -287,7 +288,12 @@ def estimate(row: LimitRow, look: PermitUsage, ahead: int, *, is_waiting: bool) 
     if rate is None:
         seconds = backoff if backoff and not ahead else None
         return Estimate(
-            row.name, seconds, backoff, ahead, None, f"{why}; no rate was measured yet" if seconds is None else why
+            row.name,
+            seconds,
+            backoff,
+            ahead,
+            None,
+            f"{why}; no rate was measured lately" if seconds is None else why,
         )
     return Estimate(row.name, backoff + max(pace, (ahead + 1) / rate), backoff, ahead, rate, why)
 

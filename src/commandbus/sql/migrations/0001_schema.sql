@@ -1336,7 +1336,7 @@ SELECT 'limit', last.members,
                                WHERE p.limit_name = last.limit_name AND p.woken_at IS NULL
                                  AND (p.since, p.command, p.seq) < (last.since, last.command, last.seq)
                                LIMIT 100000) x),
-       nullif(least(l.per_second, f.flow), 0)
+       nullif(least(l.per_second, CASE WHEN f.flow >= 0.0008 THEN f.flow END), 0)  -- model/limit.py: SLOWEST_FLOW
   FROM last
   LEFT JOIN commandbus.limits l ON l.name = last.limit_name
  CROSS JOIN LATERAL (
