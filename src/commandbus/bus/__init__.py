@@ -2,7 +2,7 @@
 
 A method builds an operation (`flow/`) and runs it on a pooled connection, or on the connection that the caller
 lends with `conn=`. Then the operation is part of the caller's transaction. The two shells contain no logic of
-their own. What they do with commands, batches, processes and queues are short names for methods of their parts
+their own. Their methods for commands, batches, processes and queues are short names for methods of their parts
 (`data_access.py`).
 """
 

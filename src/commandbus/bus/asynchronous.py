@@ -51,7 +51,7 @@ else:
     prune = lazy("commandbus.flow.commands.prune")
 
 T = TypeVar("T")
-LATE_SECONDS = 0.2  # the wait for a connection ends by itself, and says why
+LATE_SECONDS = 0.2  # the wait for a connection should end first, because its error says why
 
 
 class AsyncCommandBus(AsyncBreakerMethods, AsyncLimitMethods, AsyncDataAccess):
@@ -66,7 +66,7 @@ class AsyncCommandBus(AsyncBreakerMethods, AsyncLimitMethods, AsyncDataAccess):
     ) -> None:
         self._limit_clients = LimitClientHolder()
         self._own_pool: AsyncBusPool | None = None
-        self._unfinished: set[asyncio.Task[Any]] = set()  # what nobody waits for any more
+        self._unfinished: set[asyncio.Task[Any]] = set()  # canceled tasks that nobody waits for any more
         super().__init__(database_url, settings, pool)
 
     async def __aenter__(self) -> Self:
@@ -110,7 +110,7 @@ class AsyncCommandBus(AsyncBreakerMethods, AsyncLimitMethods, AsyncDataAccess):
             return cast(T, stop.value)
 
     async def _run(self, operation: Operation[T], seconds: float | None = None) -> T:
-        """Run an operation on a connection of a pool, and wait that long for one."""
+        """Run an operation on a connection of a pool, and wait for a connection for so many seconds."""
         if self._lent_pool is not None:
             async with self._lent_connection(seconds) as lent:
                 return await run_async(lent, operation)
@@ -122,8 +122,8 @@ class AsyncCommandBus(AsyncBreakerMethods, AsyncLimitMethods, AsyncDataAccess):
             await pool.putconn(own)
 
     async def _run_within(self, seconds: float, operation: Operation[T]) -> T:
-        """The same, but it returns within that time. A canceled query waits for its server's answer; this method
-        does not wait for that."""
+        """Like `_run`, but returns within that time. A canceled query ends only when its server answers; this
+        method does not wait for that."""
         task = asyncio.ensure_future(self._run(operation, seconds))
         try:
             done, _ = await asyncio.wait({task}, timeout=seconds + LATE_SECONDS)
@@ -143,7 +143,7 @@ class AsyncCommandBus(AsyncBreakerMethods, AsyncLimitMethods, AsyncDataAccess):
     def _forget(self, task: asyncio.Task[Any]) -> None:
         self._unfinished.discard(task)
         if not task.cancelled():
-            task.exception()  # looked at: nobody else will
+            task.exception()  # read it, because nobody else will, and asyncio would complain
 
     @asynccontextmanager
     async def _lent_connection(self, seconds: float | None) -> AsyncIterator[AsyncConnection[Any]]:
@@ -161,7 +161,7 @@ class AsyncCommandBus(AsyncBreakerMethods, AsyncLimitMethods, AsyncDataAccess):
             settings = self._database.resolve()
             self._own_pool = make_async_bus_pool(
                 settings, max_size=settings.pool_max_size or POOL_SIZE, is_patient=self._database.revives
-            )  # assigned before the await: a second task must not make another
+            )  # assigned before the await, so that a second task does not make another pool
             await self._own_pool.open()
         return self._own_pool
 
@@ -169,7 +169,8 @@ class AsyncCommandBus(AsyncBreakerMethods, AsyncLimitMethods, AsyncDataAccess):
         return self._database.resolve()
 
     async def connect(self) -> AsyncConnection[tuple[Any, ...]]:
-        """A new psycopg connection to the bus's database; close it. See CommandBus.connect for what it costs."""
+        """A new psycopg connection to the bus's database. You must close it. See CommandBus.connect for what it
+        costs."""
         try:
             return await AsyncConnection.connect(lasting_conninfo(self._database.resolve().database_url))
         except psycopg.OperationalError as error:
@@ -205,7 +206,7 @@ class AsyncCommandBus(AsyncBreakerMethods, AsyncLimitMethods, AsyncDataAccess):
                     outcome = await asyncio.wrap_future(heard)
             except TimeoutError:
                 outcome = None
-        if outcome is None:  # not heard of in time, or not to be heard of
+        if outcome is None:  # the outcome was not notified in time, or the listener does not see the command
             try:
                 outcome = (await self._run_within(LAST_LOOK_SECONDS, calls.outcomes([sent[:2]]))).get(sent.id)
             except (psycopg.OperationalError, DatabaseUnavailableError) as error:

@@ -131,7 +131,8 @@ class BusBase:
             )
 
     def _guard(self, domain: str) -> Guard | None:
-        """Returns what refuses commands whose breaker is open; None if no command type is configured so."""
+        """Returns a Guard that refuses commands whose breaker is open; None if no command type is configured
+        so."""
         settings = self.settings
         if not any(rule.refuses for rule in settings.breakers.values()):
             return None
@@ -177,14 +178,15 @@ os.register_at_fork(after_in_child=_begin_anew)
 
 
 def _cannot_be_shared(pool: Any) -> bool:
-    """Is it a pool with connections and threads? One that is not open yet has none; a null pool never does."""
+    """Is it a pool with connections and threads? A pool that is not open yet has none, and a null pool never
+    has."""
     if pool is None or isinstance(pool, NullConnectionPool | AsyncNullConnectionPool):
         return False
     return not getattr(pool, "closed", True)
 
 
 def warn_on_loop() -> bool:
-    """Warn if the caller's thread runs an event loop, which a sync bus blocks; returns whether it does."""
+    """Warn if the caller's thread runs an event loop, which a sync bus blocks. Returns whether it does."""
     if asyncio._get_running_loop() is None:
         return False
     depth, frame = 1, sys._getframe()

@@ -27,7 +27,8 @@ T = TypeVar("T")
 
 
 class _BreakerOperations(BusBase):
-    """Operations made of arguments. A command type's breaker is named by domain and type, a limit's by `limit`."""
+    """Operations made from arguments. A command type's breaker is named by domain and type, a limit's by
+    `limit`."""
 
     def _opening(
         self, domain: str | None, command_type: str | None, limit: str | None, who: str | None, why: str | None
@@ -65,7 +66,7 @@ class BreakerMethods(_BreakerOperations):
     def follow(self, plan: Plan[T], conn: object = None) -> T: ...
 
     def breakers(self) -> Page[BreakerInfo]:
-        """The breakers of command types that have counted something, and those of all limits."""
+        """The breakers of command types that have counted something, and the breakers of all limits."""
         return self.run(then(breaker_operate.list_breakers(), Page))
 
     def open_breaker(

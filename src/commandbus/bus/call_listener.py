@@ -1,11 +1,12 @@
-"""The listener of a bus: one thread that learns which called commands have an outcome, and tells the callers.
+"""The listener of a bus: one thread that learns which called commands have an outcome, and passes it to the
+callers.
 
     call ──register──► waiting ──► looked at ──► PENDING: stays      (a notification: looked at again)
                                             └──► any other: its future is resolved, and it is forgotten
 
 It LISTENs on its own connection, which is restored automatically, and reads rows on the same connection. So if a
-look finds no outcome yet, the listener will be notified of it later. One statement looks at every command that was
-registered, was notified, or waited when the connection was made (a notification may have been missed before that).
+look finds no outcome yet, a notification will follow. One statement looks at every command that was registered,
+was notified, or was waiting when the connection was made (a notification may have been missed before that).
 Between notifications the thread sleeps. It polls only behind a pooler, which delivers no notifications.
 
 It knows nothing about timeouts: a caller leaves when its time is up, whether or not the database is reachable.
@@ -55,7 +56,7 @@ PING_SECONDS = 3.0
 POLL_SECONDS = 0.25
 IDLE_SECONDS = 3600.0
 CLOSE_SECONDS = 5.0
-LAST_LOOK_SECONDS = 2.0  # how long a caller whose time is up takes to look once more
+LAST_LOOK_SECONDS = 2.0  # how long a caller whose time is up may take to look once more
 NOT_LIBPQ = frozenset({"autocommit", "prepare_threshold", "context", "row_factory", "cursor_factory"})
 
 
@@ -67,11 +68,12 @@ class CallListener(DatabaseService):
         self._lock = threading.Lock()
         self._waiting: dict[int, dict[Heard, SentCommand]] = {}
         self._to_look_at: set[int] = set()
-        self._over: BaseException | None = None  # why nobody can wait any more
+        self._over: BaseException | None = None  # why the listener has ended
 
     @property
     def is_serving(self) -> bool:
-        """Can a caller wait here? Not after the end, and not in a forked process, which has no such thread."""
+        """Can a caller wait here? Not after the listener has ended, and not in a forked process, which has no such
+        thread."""
         return self._over is None and self._thread.is_alive()
 
     @contextmanager
@@ -90,12 +92,12 @@ class CallListener(DatabaseService):
             self._forget(sent.id, heard)
 
     def end_soon(self) -> None:
-        """End, and tell every caller that waits. Never blocks."""
+        """End, and resolve every call that waits. Never blocks."""
         self._stopping.set()
         self.wake()
 
     def close(self) -> None:
-        """End, and tell every caller that waits. The connection is closed when this returns."""
+        """End, and resolve every call that waits. The connection is closed when this returns."""
         self.end_soon()
         self.finish()  # at once: the thread may be busy with a server that does not answer
         self.join(CLOSE_SECONDS)
@@ -109,7 +111,7 @@ class CallListener(DatabaseService):
         elif not self._waiting:
             self.sleep(IDLE_SECONDS)
         elif self.can_listen:
-            self.sleep(PING_SECONDS)  # then ask for a sign of life: the connection may be dead without a word
+            self.sleep(PING_SECONDS)  # then ping the server: a dead connection may give no sign
         else:
             self.sleep(POLL_SECONDS)
             self._look_at_all()
@@ -165,7 +167,7 @@ class CallListener(DatabaseService):
                 self._to_look_at.discard(id_)
 
     def _end(self, why: BaseException) -> None:
-        """Nobody can wait any more."""
+        """End all waiting calls with this error, and accept no more."""
         with self._lock:
             self._over = self._over or why
             waiters = [waiter for waiters in self._waiting.values() for waiter in waiters.items()]
@@ -187,18 +189,18 @@ class Listening:
         self._finalizer: weakref.finalize[..., Listening] | None = None
 
     def get(self, settings: Callable[[], Settings]) -> CallListener:
-        """The listener, started if need be."""
+        """The listener. Starts one if there is none."""
         with self._lock:
             if self._listener is None or not self._listener.is_serving:
                 self._listener = CallListener(settings())
                 self._listener.start()
                 if self._finalizer is not None:
                     self._finalizer.detach()
-                self._finalizer = weakref.finalize(self, self._listener.end_soon)  # of a bus that nobody closes
+                self._finalizer = weakref.finalize(self, self._listener.end_soon)  # if nobody closes the bus
             return self._listener
 
     def leave_to_parent(self) -> None:
-        """In a forked copy: the listener is the parent's, and the next call starts another."""
+        """In a forked process: leave the listener to the parent. The next call starts another."""
         self._lock = threading.Lock()
         listener, self._listener = self._listener, None
         finalizer, self._finalizer = self._finalizer, None
@@ -220,7 +222,7 @@ class Listening:
 
 
 class WaitingCall:
-    """One call: what is to be sent, and until when its outcome is waited for."""
+    """One call: the command to send, and until when the caller waits for its outcome."""
 
     def __init__(self, send: Operation[SentCommand], listener: CallListener, *, seconds: float) -> None:
         self.send = send
@@ -229,7 +231,7 @@ class WaitingCall:
         self._until = monotonic() + seconds
 
     def seconds_to_send(self) -> float:
-        """How long sending may take. A call with a very short wait is sent, too."""
+        """How long sending may take. Even a call with a very short wait is sent."""
         return max(self.remaining(), LAST_LOOK_SECONDS)
 
     def remaining(self) -> float:
@@ -237,7 +239,8 @@ class WaitingCall:
         return max(0.0, self._until - monotonic())
 
     def conclude(self, sent: SentCommand, outcome: CommandOutcome | None) -> Any:
-        """Returns the result, or raises the error of another outcome. `outcome` is what was seen last, if any."""
+        """Returns the result, or raises the error of another outcome. `outcome` is the last one that was seen, if
+        any."""
         if outcome is None:
             raise CommandNotFoundError(
                 f"command {sent.command_id!r} of domain {sent.domain!r} is gone: it was sent, and removed (by the "
@@ -253,12 +256,12 @@ class WaitingCall:
         raise self.timed_out(sent)
 
     def timed_out(self, sent: SentCommand) -> CallTimeoutError:
-        """What to say when the time is up."""
+        """The error for a call whose time is up."""
         return CallTimeoutError(sent.domain, sent.command_id, self._seconds)
 
 
 def address_of(database: Database, settings: Settings, pool: object) -> Settings:
-    """Settings to listen with: their own database, or where the pool that was lent connects to."""
+    """Settings to listen with: their own database, or the database of the pool that was lent."""
     if pool is None or settings.database_url is not None:
         return database.resolve()
     conninfo, kwargs = getattr(pool, "conninfo", None), getattr(pool, "kwargs", None) or {}
@@ -271,7 +274,7 @@ def address_of(database: Database, settings: Settings, pool: object) -> Settings
     try:
         url = lasting_conninfo(
             conninfo or " ", **given
-        )  # never empty, even where libpq's own variables say the rest
+        )  # never empty, even if libpq's own variables contain the rest
     except psycopg.ProgrammingError:
         raise ConfigurationError(
             "bus.call listens for outcomes on a connection of its own, and cannot make one with the conninfo and "
@@ -285,7 +288,7 @@ class _Closed(Exception):  # noqa: N818 - never raised: it marks the ordinary en
 
 
 def _only_of(sent: SentCommand, outcome: CommandOutcome | None) -> CommandOutcome | None:
-    """The outcome, if it is of this command, and not of one with the same number in another database."""
+    """The outcome, if it belongs to this command. Another database may have a command with the same number."""
     is_same = outcome is not None and (outcome.domain, outcome.command_id) == (sent.domain, sent.command_id)
     return outcome if is_same else None
 
@@ -293,7 +296,7 @@ def _only_of(sent: SentCommand, outcome: CommandOutcome | None) -> CommandOutcom
 def _ids_in(text: str) -> Iterable[int]:
     try:
         return [int(part) for part in text.split(",")]
-    except ValueError:  # not ours: anybody may notify
+    except ValueError:  # not one of our notifications: anybody may notify
         return ()
 
 

@@ -1,5 +1,5 @@
-"""What a bus has of the data-access layer: its parts (`bus.queues`, `bus.commands`, `bus.audit`, `bus.batches`,
-`bus.processes`, `bus.schedules`), and short names for what they do. The parts hold the only body of each."""
+"""The data-access layer of a bus: its parts (`bus.queues`, `bus.commands`, `bus.audit`, `bus.batches`,
+`bus.processes`, `bus.schedules`), and short names for their methods. Only the parts contain the code."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ else:
 
 
 class DataAccess:
-    """What CommandBus has of it."""
+    """The data-access layer of CommandBus."""
 
     @property
     def queues(self) -> PgmqClient:
@@ -87,7 +87,7 @@ class DataAccess:
 
 
 class AsyncDataAccess:
-    """What AsyncCommandBus has of it."""
+    """The data-access layer of AsyncCommandBus."""
 
     @property
     def queues(self) -> AsyncPgmqClient:

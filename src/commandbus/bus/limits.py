@@ -58,7 +58,7 @@ class LimitClientHolder:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._limit_client: LimitClient | None = None
-        self.has_declared = False  # what the settings declare
+        self.has_declared = False  # has the bus declared the limits of its settings?
 
     def get(self, settings: Callable[[], Settings]) -> LimitClient:
         """The limit client."""
@@ -71,7 +71,7 @@ class LimitClientHolder:
             return self._limit_client
 
     def leave_to_parent(self) -> None:
-        """In a forked copy: the limit client and what it holds are the parent's."""
+        """In a forked process: leave the limit client and its permits to the parent."""
         self._lock = threading.Lock()
         limit_client, self._limit_client = self._limit_client, None
         if limit_client is not None:
@@ -79,7 +79,7 @@ class LimitClientHolder:
             keep(limit_client)
 
     def close(self) -> None:
-        """End it, if there is one."""
+        """End the limit client, if there is one."""
         with self._lock:
             if self._limit_client is not None and self._limit_client.is_serving:
                 self._limit_client.stop(CLOSE_SECONDS)
@@ -91,14 +91,14 @@ _open: WeakSet[LimitClient] = WeakSet()
 
 @atexit.register
 def _close_all() -> None:
-    """A program that ends without closing its bus still releases its permits."""
+    """Release the permits of a program that ends without closing its bus."""
     for limit_client in list(_open):
         if limit_client.is_serving:
             limit_client.stop(AT_EXIT_SECONDS)
 
 
 class _LimitOperations(BusBase):
-    """Operations made of arguments."""
+    """Operations made from arguments."""
 
     def _declaration(self, *declared: Limit) -> Operation[list[str]]:
         return limits.declare(
@@ -147,10 +147,10 @@ class LimitMethods(_LimitOperations):
     ) -> Iterator[Hold]:
         """A permit of a limit for the block: `with bus.limit("docai", timeout=60) as call: …`.
 
-        Waits up to `wait`, then raises LimitTimeoutError. Nothing interrupts the call after `timeout` (without it:
-        the limit's `call_timeout`; 0 is any time), but the end of the block raises ApiTimeoutError then:
-        `call.remaining()` is for the client that makes the call. It raises LimitLostError if the permit is lost
-        (`call.is_lost`), because its lease could not be renewed in time.
+        Waits up to `wait`, then raises LimitTimeoutError. The call may take `timeout` (default: the limit's
+        `call_timeout`; 0 is any time). Nothing interrupts a longer call, but the end of the block raises
+        ApiTimeoutError. So pass `call.remaining()` as the timeout to the client that makes the call. It raises
+        LimitLostError if the permit is lost (`call.is_lost`), because its lease could not be renewed in time.
         """
         times = with_block.check_block_times(name, wait, timeout)
         with with_block.sync_block(with_block.ProgramPermits(self._ready_limit_client()), name, *times) as hold:
@@ -188,8 +188,8 @@ class LimitMethods(_LimitOperations):
     def unset_limit(
         self, name: str, *options: str, operator: str | None = None, reason: str | None = None
     ) -> LimitInfo | None:
-        """Go back to the declared values, for these options or all. Returns None if nobody declares the limit:
-        then it is deleted."""
+        """Go back to the declared values, for these options or all. If nobody declares the limit, deletes it and
+        returns None."""
         row = self.run(self._unsetting(name, options, operator, reason))
         return None if row is None else self.get_limit(name)
 
@@ -205,7 +205,7 @@ class LimitMethods(_LimitOperations):
     def _ready_limit_client(self) -> LimitClient:
         self._mind_the_loop()
         if self.settings.limits and not self._limit_clients.has_declared:
-            with suppress(InsufficientPrivilege):  # a role that only sends: workers and operators declare
+            with suppress(InsufficientPrivilege):  # a role that only sends may not; workers and operators declare
                 self._log(self.run(self._declaration(*self.settings.limits)))
             self._limit_clients.has_declared = True
         return self._limit_clients.get(self._resolved)
@@ -240,9 +240,10 @@ class AsyncLimitMethods(_LimitOperations):
     ) -> AsyncIterator[Hold]:
         """A permit of a limit for the block: `async with bus.limit("docai", timeout=60): …`.
 
-        Waits up to `wait`, then raises LimitTimeoutError. After `timeout` (without it: the limit's `call_timeout`;
-        0 is any time) the block cancels what it awaits, and raises ApiTimeoutError. If the permit is lost, because
-        its lease could not be renewed in time, the block cancels that, too, and raises LimitLostError.
+        Waits up to `wait`, then raises LimitTimeoutError. After `timeout` (default: the limit's `call_timeout`; 0
+        is any time), the code that the block awaits is canceled, and the block raises ApiTimeoutError. If the
+        permit is lost, because its lease could not be renewed in time, the code is canceled, too, and the block
+        raises LimitLostError.
         """
         times = with_block.check_block_times(name, wait, timeout)
         user = with_block.ProgramPermits(await self._ready_limit_client(), asyncio.get_running_loop())
@@ -281,8 +282,8 @@ class AsyncLimitMethods(_LimitOperations):
     async def unset_limit(
         self, name: str, *options: str, operator: str | None = None, reason: str | None = None
     ) -> LimitInfo | None:
-        """Go back to the declared values, for these options or all. Returns None if nobody declares the limit:
-        then it is deleted."""
+        """Go back to the declared values, for these options or all. If nobody declares the limit, deletes it and
+        returns None."""
         row = await self.run(self._unsetting(name, options, operator, reason))
         return None if row is None else await self.get_limit(name)
 
@@ -294,7 +295,7 @@ class AsyncLimitMethods(_LimitOperations):
 
     async def _ready_limit_client(self) -> LimitClient:
         if self.settings.limits and not self._limit_clients.has_declared:
-            with suppress(InsufficientPrivilege):  # a role that only sends: workers and operators declare
+            with suppress(InsufficientPrivilege):  # a role that only sends may not; workers and operators declare
                 self._log(await self.run(self._declaration(*self.settings.limits)))
             self._limit_clients.has_declared = True
         return await asyncio.to_thread(self._limit_clients.get, self._resolved)
@@ -308,7 +309,7 @@ class AsyncLimitMethods(_LimitOperations):
 
 
 def _by_backend(rows: Sequence[LimitRow]) -> tuple[dict[str, PermitUsage], list[LimitRow]]:
-    """How those look whose permits are in PostgreSQL, and the others."""
+    """The usage of limits whose permits are in PostgreSQL, and the rows of the other limits."""
     return (
         {row.name: row.look for row in rows if row.store == "postgres"},
         [row for row in rows if row.store != "postgres"],

@@ -1,9 +1,9 @@
-"""One body for each operation, whatever names it has, and for sync and async code.
+"""One body for each operation, used under all its names, and for sync and async code.
 
 `bus.get_command` is `bus.commands.get`: `get_command = short("commands", CommandRepository.get)`. The async twin
-of a class awaits what the sync body returns: `get = awaited(CommandRepository.get)`. That works where a body only
-returns what `run` or `follow` of its bus returned, which is a coroutine there; `flow.operation.then` changes a
-result before that. Signature and docstring are the method's own.
+of a class awaits what the sync body returns: `get = awaited(CommandRepository.get)`. That works if a body only
+returns what `run` or `follow` of its bus returned, which is a coroutine in an async bus. To change a result before
+that, use `flow.operation.then`. Signature and docstring are those of the method.
 """
 
 from __future__ import annotations

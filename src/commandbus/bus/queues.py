@@ -1,7 +1,7 @@
 """PgmqClient and AsyncPgmqClient: any PGMQ queue of the database, for replies and for messages of other programs.
 
 Reached as `bus.queues`, or made with a psycopg pool. Each method is one operation of `flow/queues/` on a pooled
-connection, or on the one that the caller lends with `conn=`. Waiting holds no connection of a pool.
+connection, or on the connection that the caller lends with `conn=`. Waiting holds no connection of a pool.
 """
 
 from __future__ import annotations
@@ -43,28 +43,28 @@ else:
 VT_SECONDS = 30.0
 POLL_SECONDS = 0.1
 LOOK_SECONDS = 1.0
-"""While it listens, a client looks this often, too: not everybody who sends tells."""
+"""How often a listening client also looks: some senders do not notify."""
 
 
 class PgmqClient(Repository):
     """PGMQ queues for sync code: `bus.queues`, or `PgmqClient(pool)`. Safe to share between threads.
 
-    A domain's command queue can be looked at with `read`, which takes nothing there, and sent to. What would lose
-    its commands or their leases is refused with InvalidOperationError.
+    You can look at a domain's command queue with `read`, which takes nothing there, and send to it. An operation
+    that would lose its commands or their leases is refused with InvalidOperationError.
     """
 
     # --- queues -----------------------------------------------------------------------------------------------
 
     def create_queue(self, queue: str, *, conn: object = None) -> None:
-        """Create a queue; nothing happens if it is there."""
+        """Create a queue. Does nothing if it exists."""
         return self._bus.run(domains.create_queue(queue), conn)
 
     def drop_queue(self, queue: str, *, conn: object = None) -> bool:
-        """Drop a queue and its archive with all that is in them; False if there was none."""
+        """Drop a queue and its archive with all their messages. Returns False if there was none."""
         return self._bus.run(domains.drop_queue(queue), conn)
 
     def list_queues(self, *, conn: object = None) -> list[QueueInfo]:
-        """All queues by name, those of domains included."""
+        """All queues by name, including those of domains."""
         return self._bus.run(inspect.list_queues(), conn)
 
     def metrics(self, queue: str, *, conn: object = None) -> QueueMetrics:
@@ -87,8 +87,8 @@ class PgmqClient(Repository):
         at: datetime | None = None,
         conn: object = None,
     ) -> int:
-        """Send a message, anything that JSON has a word for; returns its id. It can be read after `delay`, or from
-        `at` on."""
+        """Send a message, which may be any JSON value. Returns its id. It can be read after `delay`, or from `at`
+        on."""
         sending = _sending(self._bus, queue, [message], [headers], delay, at)
         return self._bus.run(then(sending, lambda msg_ids: msg_ids[0]), conn)
 
@@ -108,8 +108,8 @@ class PgmqClient(Repository):
     def read(
         self, queue: str, *, vt: Duration = VT_SECONDS, qty: int = 1, conn: object = None
     ) -> list[QueueMessage]:
-        """Read up to `qty` messages, oldest first. For `vt` nobody else reads them; then they can be read again,
-        unless they were deleted or archived."""
+        """Read up to `qty` messages, oldest first. Nobody else can read them for `vt`. After that they can be read
+        again, unless they were deleted or archived."""
         return self._bus.run(
             messages.read(queue, self._bus._queue_shapes, vt=messages.seconds_of(vt, "vt"), qty=qty), conn
         )
@@ -124,7 +124,7 @@ class PgmqClient(Repository):
         poll_interval: Duration = POLL_SECONDS,
         conn: object = None,
     ) -> list[QueueMessage]:
-        """Read; while there is nothing, look again every `poll_interval`, for `wait` at most."""
+        """Like `read`. While there is no message, looks again every `poll_interval`, for at most `wait`."""
         waiting = _Waiting(wait, poll_interval)
         while True:
             found = self.read(queue, vt=vt, qty=qty, conn=conn)
@@ -133,44 +133,45 @@ class PgmqClient(Repository):
             time.sleep(pause)
 
     def pop(self, queue: str, *, qty: int = 1, conn: object = None) -> list[QueueMessage]:
-        """Read up to `qty` messages and remove them at once: what is not handled then is lost."""
+        """Read up to `qty` messages and remove them at once. If your program fails to handle them, they are
+        lost."""
         return self._bus.run(messages.pop(queue, self._bus._queue_shapes, qty=qty), conn)
 
     def delete(self, queue: str, msg_id: int, *, conn: object = None) -> bool:
-        """Remove a message; False if it was not there."""
+        """Remove a message. Returns False if it was not there."""
         return self._bus.run(then(messages.delete(queue, [msg_id]), bool), conn)
 
     def delete_batch(self, queue: str, msg_ids: Sequence[int], *, conn: object = None) -> list[int]:
-        """Remove messages; returns the ids of those that were there."""
+        """Remove messages. Returns the ids of those that were there."""
         return self._bus.run(messages.delete(queue, msg_ids), conn)
 
     def archive(self, queue: str, msg_id: int, *, conn: object = None) -> bool:
-        """Move a message to the queue's archive; False if it was not there."""
+        """Move a message to the queue's archive. Returns False if it was not there."""
         archiving = messages.archive(queue, self._bus._queue_shapes, [msg_id])
         return self._bus.run(then(archiving, bool), conn)
 
     def archive_batch(self, queue: str, msg_ids: Sequence[int], *, conn: object = None) -> list[int]:
-        """Move messages to the queue's archive; returns the ids of those that were there."""
+        """Move messages to the queue's archive. Returns the ids of those that were there."""
         return self._bus.run(messages.archive(queue, self._bus._queue_shapes, msg_ids), conn)
 
     def set_vt(self, queue: str, msg_id: int, vt: Duration, *, conn: object = None) -> QueueMessage | None:
-        """Let a message be readable in `vt` from now; None if it was not there."""
+        """Make a message readable after `vt`, counted from now. Returns None if it was not there."""
         return self._bus.run(
             messages.set_vt(queue, self._bus._queue_shapes, msg_id, messages.seconds_of(vt, "vt")), conn
         )
 
     def purge(self, queue: str, *, conn: object = None) -> int:
-        """Remove all messages; returns how many there were."""
+        """Remove all messages. Returns how many there were."""
         return self._bus.run(messages.purge(queue), conn)
 
     # --- waiting ----------------------------------------------------------------------------------------------
 
     def wait_for(self, queue: str, *, wait: Duration = 30.0) -> bool:
-        """Wait until a message can be read; False if there is none after `wait`.
+        """Wait until a message can be read. Returns False if there is none after `wait`.
 
-        It listens on a connection of its own: a reply, or what `send` of this client sends, is told at once. It
-        also looks once a second, for programs that tell nobody, and when a delayed message is due. Behind
-        PgBouncer, where nothing can be heard, it looks four times a second.
+        It listens on a connection of its own, and is notified at once of a reply, or of a message that `send` of a
+        PgmqClient sends. It also looks once a second, because other programs may not notify, and when a delayed
+        message is due. Behind PgBouncer, which delivers no notifications, it looks four times a second.
         """
         waiting = _Waiting(wait, LOOK_SECONDS)
         if self._bus.run(inspect.next_visible(queue)) == 0:
@@ -216,7 +217,7 @@ class AsyncPgmqClient(AsyncRepository):
         poll_interval: Duration = POLL_SECONDS,
         conn: object = None,
     ) -> list[QueueMessage]:
-        """Read; while there is nothing, look again every `poll_interval`, for `wait` at most."""
+        """Like `read`. While there is no message, looks again every `poll_interval`, for at most `wait`."""
         waiting = _Waiting(wait, poll_interval)
         while True:
             found = await self.read(queue, vt=vt, qty=qty, conn=conn)
@@ -258,7 +259,7 @@ class _Waiting:
         self._interval = max(0.001, messages.seconds_of(interval, "poll_interval"))
 
     def pause(self, due_in: float | None = None) -> float | None:
-        """Seconds until the next look, at the latest when something is due; None when the time is up."""
+        """Seconds until the next look, or until a message is due if that is earlier; None when the time is up."""
         left = self._until - monotonic()
         if left <= 0:
             return None
@@ -266,7 +267,7 @@ class _Waiting:
 
 
 def _channels(queue: str) -> list[pgsql.Composed]:
-    """What is told of a queue: by us, and by PGMQ itself where `pgmq.enable_notify_insert` was called."""
+    """The channels of a queue: ours, and PGMQ's own, which is used after `pgmq.enable_notify_insert`."""
     names = (messages.channel_of(queue), f"pgmq.q_{queue.lower()}.INSERT")
     return [pgsql.SQL("LISTEN {}").format(pgsql.Identifier(name)) for name in names]
 

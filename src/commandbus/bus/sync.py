@@ -118,7 +118,7 @@ class CommandBus(BreakerMethods, LimitMethods, DataAccess):
             with self._lent_connection(seconds) as lent:
                 return run(lent, operation) if until is None else run_until(until, lent, operation)
         pool = self._pool
-        own = pool.take(seconds)  # in autocommit mode: there is nothing to commit, the round trip is ours alone
+        own = pool.take(seconds)  # in autocommit mode, so that there is no round trip for a commit
         try:
             return run(own, operation) if until is None else run_until(until, own, operation)
         finally:
@@ -169,10 +169,10 @@ class CommandBus(BreakerMethods, LimitMethods, DataAccess):
         return self._database.resolve()
 
     def connect(self) -> Connection[tuple[Any, ...]]:
-        """A new psycopg connection to the bus's database; close it.
+        """A new psycopg connection to the bus's database. You must close it.
 
         For scripts and tests: each call opens a new database session, which takes milliseconds and one server
-        process. An application has a pool or an ORM session: lend that to `send(…, conn=…)`.
+        process. An application usually has a pool or an ORM session: lend that to `send(…, conn=…)`.
         """
         self._mind_the_loop()
         try:
@@ -185,7 +185,8 @@ class CommandBus(BreakerMethods, LimitMethods, DataAccess):
     def migrate(self, *, domains: Sequence[str] = (), wait: Duration = MIGRATION_WAIT_SECONDS) -> SchemaState:
         """Upgrade the schema to this release, and create domains; see `flow/setup/migrate.py`.
 
-        While another transaction is in the way, it steps back and tries again, for about as long as `wait`.
+        While another transaction is in the way, it gives up its locks and tries again, for about as long as
+        `wait`.
         """
         return self.follow(self._migration(domains, wait))
 
@@ -194,7 +195,7 @@ class CommandBus(BreakerMethods, LimitMethods, DataAccess):
         return self.run(migrate.look())
 
     def create_domain(self, domain: str) -> bool:
-        """Create a domain's queue. Returns False if it existed."""
+        """Create a domain's queue. Returns False if it existed already."""
         return self.run(domains.create_domain(names.check_domain(domain)))
 
     def list_domains(self) -> Page[DomainInfo]:
@@ -209,7 +210,7 @@ class CommandBus(BreakerMethods, LimitMethods, DataAccess):
         queues: Sequence[str] = (),
         keep: Duration | None = None,
     ) -> dict[str, str]:
-        """Create and grant the least-privilege roles. With `domains` (and reply `queues`) create the roles of a
+        """Create and grant the least-privilege roles. With `domains` (and reply `queues`), create the roles of a
         tenant that has only these. `keep`: nobody can prune a finished command before that time is over."""
         return self.run(self._roles(prefix, domains, queues, keep))
 
@@ -278,10 +279,10 @@ class CommandBus(BreakerMethods, LimitMethods, DataAccess):
     ) -> Json:
         """Send a command, wait for its outcome, and return its result; any other outcome raises CallError.
 
-        `wait` is how long the caller waits (then CallTimeoutError: the command goes on). `timeout` is how long one
-        attempt of the command may take, as in `send`. A second call with the same `command_id` and content waits
-        for the same outcome. A command that enters the troubleshooting queue is CommandInTroubleshootingError at
-        once.
+        `wait` is how long the caller waits. After that it gets CallTimeoutError, and the command goes on.
+        `timeout` is how long one attempt of the command may take, as in `send`. A second call with the same
+        `command_id` and content waits for the same outcome. If the command enters the troubleshooting queue, the
+        caller gets CommandInTroubleshootingError at once.
         """
         new = NewCommand(
             command_type, data, command_id, correlation_id, max_attempts=max_attempts, headers=headers,
@@ -295,7 +296,7 @@ class CommandBus(BreakerMethods, LimitMethods, DataAccess):
                 outcome = heard.result(call.remaining())
             except TimeoutError:
                 outcome = None
-        if outcome is None:  # not heard of in time, or not to be heard of
+        if outcome is None:  # the outcome was not notified in time, or the listener does not see the command
             try:
                 outcome = self._run(calls.outcomes([sent[:2]]), LAST_LOOK_SECONDS).get(sent.id)
             except (psycopg.OperationalError, DatabaseUnavailableError) as error:
@@ -322,8 +323,8 @@ class CommandBus(BreakerMethods, LimitMethods, DataAccess):
     ) -> StartedProcess:
         """Start a process, with `conn` in the caller's transaction; `manager` is its manager, or its process_type.
 
-        `process_id` is an idempotency key, as command_id is. `deadline` is how long it may take in all; then it is
-        undone. `reply_to` is a queue that is told how it ended.
+        `process_id` is an idempotency key, like command_id. `deadline` is how long the process may take in all;
+        after that it is undone. When it ends, a reply is sent to the queue `reply_to`.
         """
         new = process.NewProcess(data, process_id, deadline, reply_to, correlation_id)
         return self.processes.save(manager, new, domain=domain, conn=conn)
@@ -360,7 +361,7 @@ class CommandBus(BreakerMethods, LimitMethods, DataAccess):
         operator: str | None = None,
         reason: str | None = None,
     ) -> int:
-        """Resume; returns how many parked commands went back to the queue."""
+        """Resume a domain or command type. Returns how many parked commands went back to the queue."""
         operator_action = operate.operator_action(operator or whoami(), reason)
         return self.follow(pause.resume(names.check_domain(domain), command_type, operator_action))
 

@@ -6,8 +6,8 @@ returns an `Advance`, which `flow/processes/move.py` writes. The rules:
 - A reply must belong to an outstanding step. Any other reply is set aside with the reason.
 - If a step fails or is canceled, or a deadline passes, the process is undone. First the outstanding steps are
   canceled and must end. Then the completed steps are undone one at a time, the last one first.
-- A compensation that completed is never sent again. One that cannot complete ends the process FAILED, and a retry
-  goes on with that one.
+- A compensation that completed is never sent again. If one cannot complete, the process ends FAILED, and a retry
+  goes on with that compensation.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ OUTCOMES = {
 
 
 class StepCall(NamedTuple):
-    """A question to the manager's code."""
+    """A call of one of the manager's methods."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
@@ -40,7 +40,7 @@ Talk: TypeAlias = "Generator[StepCall, Any, None]"
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A message to a process: it starts, a step replied, a deadline passed (of a step, or its own), or a retry."""
+    """A message to a process: start, reply of a step, deadline (of a step, or of the process), or retry."""
 
     event: str
     step: int | None = None
@@ -66,8 +66,8 @@ class Advance:
     view: ProcessView[Any]
     sends: list[Sending] = field(default_factory=list)
     closed: list[StepView] = field(default_factory=list)
-    cancels: list[tuple[StepView, str]] = field(default_factory=list)  # and why
-    aside: str | None = None  # the message moved nothing, and why
+    cancels: list[tuple[StepView, str]] = field(default_factory=list)  # steps to cancel, and why
+    aside: str | None = None  # if the message moved nothing: why
 
     @property
     def changes(self) -> bool:
@@ -76,7 +76,7 @@ class Advance:
 
 
 def read_message(data: Any) -> Message:
-    """A message from a command's data; MalformedMessageError names what is wrong with it."""
+    """Reads a message from a command's data. MalformedMessageError names what is wrong with it."""
     if not isinstance(data, Mapping):
         raise MalformedMessageError(f"a message to a process is an object, not {names.shown(data)}")
     event, step, reply = data.get("event"), data.get("step"), data.get("reply")
@@ -99,7 +99,7 @@ def read_message(data: Any) -> Message:
 def advance(
     manager: BaseProcessManager[Any], view: ProcessView[Any], message: Message, tx: Any
 ) -> Generator[StepCall, Any, Advance]:
-    """Decide what a message does. `view` is changed; its state is the manager's own object by now."""
+    """Decide what a message does. `view` is changed. Its state is already the manager's own object, not JSON."""
     made = Advance(view)
     step = _Step(manager, made, tx)
     if view.status.is_final:
@@ -117,7 +117,7 @@ def advance(
 
 @dataclass(slots=True)
 class _Step:
-    """One message's way through."""
+    """Handles one message."""
 
     manager: BaseProcessManager[Any]
     made: Advance
@@ -200,10 +200,10 @@ class _Step:
                 "step": step.name,
             }
         self.made.cancels.append((step, f"the deadline of step {number} ({step.name}) has passed"))
-        self._wait()  # and no longer for the troubleshooting queue, if the step is there
+        self._wait()  # if the step is in the troubleshooting queue, the process does not wait for that any more
 
     def retry(self) -> Talk:
-        """An operator retries a FAILED process: go on where it stopped. A second retry changes nothing."""
+        """An operator retries a FAILED process: continue where it stopped. A second retry changes nothing."""
         view = self.view
         if view.is_compensating:
             yield from self._undo()
@@ -227,7 +227,7 @@ class _Step:
             yield from self._go_on(following)
 
     def _failed_steps(self) -> list[StepView]:
-        """Steps that did not complete and were not sent again since."""
+        """Steps that did not complete, and were not sent again later."""
         view = self.view
         failed = [
             step
@@ -248,7 +248,7 @@ class _Step:
         view.status = ProcessStatus.COMPENSATING if view.is_compensating else ProcessStatus.WAITING_FOR_REPLY
 
     def _go_on(self, following: object) -> Talk:
-        """Send what follows; if there is nothing, and nothing is outstanding, the process is complete."""
+        """Send the next steps. If there are none, and no step is outstanding, the process is complete."""
         for name in _step_names(following, self.manager):
             command = yield StepCall(self.manager.build_command, (name, self.view.state))
             self._send(name, command)
@@ -258,7 +258,7 @@ class _Step:
             yield from self._finish(ProcessStatus.COMPLETED)
 
     def _turn_round(self) -> Talk:
-        """From now on the process is undone. First its outstanding steps are canceled and must end."""
+        """Begin to undo the process. First its outstanding steps are canceled and must end."""
         view = self.view
         if not view.is_compensating:
             view.is_compensating = True
@@ -268,7 +268,7 @@ class _Step:
         yield from self._undo()
 
     def _undo(self) -> Talk:
-        """Undo the last step that has not been undone yet, when nothing is outstanding."""
+        """If no step is outstanding, undo the last step that has not been undone yet."""
         view = self.view
         view.status = ProcessStatus.COMPENSATING
         if view.outstanding:
@@ -286,7 +286,7 @@ class _Step:
         elif undone - {None}:
             yield from self._finish(ProcessStatus.COMPENSATED)
         else:
-            view.is_compensating = False  # there was nothing to undo: it can go on from the failed step
+            view.is_compensating = False  # there was nothing to undo: a retry can continue from the failed step
             yield from self._finish(ProcessStatus.FAILED)
 
     def _fail(self, text: str, step: StepView, reply: StepReply) -> Talk:
@@ -324,7 +324,7 @@ class _Step:
 
 
 def _step_names(following: object, manager: BaseProcessManager[Any]) -> list[str]:
-    """One name, several, or none."""
+    """The names of steps: one, several, or none."""
     if following is None:
         return []
     found = [following] if isinstance(following, str) else following

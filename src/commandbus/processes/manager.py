@@ -128,7 +128,7 @@ class StartOptions(TypedDict, total=False):
 
 
 class StartsProcesses(Protocol[R]):
-    """A bus: CommandBus returns a StartedProcess, AsyncCommandBus one to be awaited."""
+    """A bus: CommandBus returns a StartedProcess, AsyncCommandBus an awaitable of one."""
 
     def start_process(
         self, manager: BaseProcessManager[Any] | str, data: object = None, **options: Unpack[StartOptions]
@@ -137,7 +137,7 @@ class StartsProcesses(Protocol[R]):
 
 
 class BaseProcessManager(Generic[S]):
-    """Defines the processes of one type. See the module for the methods; all but three have a default.
+    """Defines the processes of one type. The module's docstring shows the methods; all but three have a default.
 
     Messages to its processes wait in the queue of `domain`: a worker of that domain runs this code. `deadline` is
     how long a process may take in all, unless its start sets another. `timeout`, `retry_policy` and `isolation`
@@ -155,7 +155,7 @@ class BaseProcessManager(Generic[S]):
     # --- what a process does ------------------------------------------------------------------------------------
 
     def first_step(self, state: S) -> str | Sequence[str] | None:
-        """Returns the first step; several are sent at once; None completes the process."""
+        """Returns the name of the first step. Several names are sent at once. None completes the process."""
         raise NotImplementedError(f"{type(self).__name__}.first_step")
 
     def build_command(self, step: str, state: S) -> StepCommand:
@@ -167,8 +167,8 @@ class BaseProcessManager(Generic[S]):
         return None
 
     def next_step(self, step: str, reply: StepReply, state: S) -> str | Sequence[str] | None:
-        """Returns what follows a completed step; None: nothing. For steps that were sent together it is called
-        once, after the last one."""
+        """Returns what follows a completed step; None: nothing. For steps that were sent together, it is called
+        only once, after the last of them."""
         raise NotImplementedError(f"{type(self).__name__}.next_step")
 
     def next_steps(self, process: ProcessView[S], step: str, reply: StepReply) -> str | Sequence[str] | None:
@@ -184,22 +184,23 @@ class BaseProcessManager(Generic[S]):
     # --- hooks: in the transaction that moves the process (`tx.connection`) ----------------------------
 
     def on_started(self, process: ProcessView[S], tx: Any) -> None:
-        """Its first step is about to be sent."""
+        """Called when its first step is about to be sent."""
 
     def on_completed(self, process: ProcessView[S], tx: Any) -> None:
-        """All its steps have completed."""
+        """Called when all its steps have completed."""
 
     def on_compensating(self, process: ProcessView[S], tx: Any) -> None:
-        """A step failed, a deadline passed, or somebody canceled it: from now on the process is undone."""
+        """Called when the process begins to be undone: a step failed, a deadline passed, or somebody canceled
+        it."""
 
     def on_compensated(self, process: ProcessView[S], tx: Any) -> None:
-        """All completed steps are undone."""
+        """Called when all completed steps are undone."""
 
     def on_failed(self, process: ProcessView[S], tx: Any) -> None:
-        """It cannot go on by itself: see `process.failure`."""
+        """Called when the process cannot go on by itself: see `process.failure`."""
 
     def on_canceled(self, process: ProcessView[S], tx: Any) -> None:
-        """It was canceled, and all completed steps are undone."""
+        """Called when the process was canceled, and all completed steps are undone."""
 
     # --- state --------------------------------------------------------------------------------------------------
 
@@ -208,7 +209,7 @@ class BaseProcessManager(Generic[S]):
         return self.load_state({} if data is None else data)
 
     def load_state(self, data: Json) -> S:
-        """A state from its JSON: a dict, a dataclass, or a class with `model_validate` or `from_dict`."""
+        """Makes a state from its JSON: a dict, a dataclass, or a class with `model_validate` or `from_dict`."""
         kind: Any = self.state_class
         for maker in ("model_validate", "from_dict"):
             if hasattr(kind, maker):
@@ -248,7 +249,7 @@ class BaseProcessManager(Generic[S]):
 
 
 def check_manager(manager: object) -> BaseProcessManager[Any]:
-    """Returns the manager if it can be registered and started. ConfigurationError says what is wrong with it."""
+    """Returns the manager if it can be registered and started. Otherwise ConfigurationError says what is wrong."""
     if isinstance(manager, type) and issubclass(manager, BaseProcessManager):
         raise ConfigurationError(f"give an instance: {manager.__name__}() instead of {manager.__name__}")
     if not isinstance(manager, BaseProcessManager):
@@ -282,7 +283,8 @@ def is_async(manager: BaseProcessManager[Any]) -> bool:
 
 
 def check_new(manager: BaseProcessManager[Any], new: NewProcess) -> NewProcess:
-    """Refuse data with which the process could not begin, before anything is stored. A state may be given, too."""
+    """Refuse data with which the process could not begin, before anything is stored. The data may be a state,
+    too."""
     if isinstance(manager.state_class, type) and isinstance(new.data, manager.state_class):
         new = dataclasses.replace(new, data=manager.dump_state(new.data))
     if inspect.iscoroutinefunction(manager.create_state):

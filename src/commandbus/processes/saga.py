@@ -63,7 +63,7 @@ class Parallel:
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """One of two parts. The state keeps under `name` which one it was."""
+    """One of two parts. The state keeps the decision under `name`."""
 
     name: str
     condition: Callable[[State], object] = field(compare=False)
@@ -134,7 +134,7 @@ def parallel(*parts: Part) -> Part:
 def branch(
     condition: Callable[[State], object], then: Part, otherwise: Part | None = None, *, name: str | None = None
 ) -> Part:
-    """One part if the condition holds for the state at that moment, else the other (or nothing).
+    """One part if the condition holds for the state at that moment, otherwise the other (or nothing).
 
     The state keeps the decision under `name` (default: "branch" and the names of the steps of `then`).
     """
@@ -199,7 +199,7 @@ class Saga(BaseProcessManager[State]):
         return state
 
     def first_step(self, state: State) -> Sequence[str]:
-        """Whatever can begin."""
+        """The steps that can begin."""
         return self._ready(self._whole, set(), set(), state)[0]
 
     def next_steps(
@@ -208,13 +208,13 @@ class Saga(BaseProcessManager[State]):
         step: str,  # noqa: ARG002
         reply: StepReply,  # noqa: ARG002
     ) -> Sequence[str]:
-        """Whatever can begin, now that one more is done."""
+        """The steps that can begin now that one more step is done."""
         done = {one.name for one in process.steps if one.undoes is None and one.status is StepStatus.COMPLETED}
         sent = done | {one.name for one in process.outstanding}
         return self._ready(self._whole, done, sent, process.state)[0]
 
     def build_command(self, step: str, state: State) -> StepCommand:
-        """The step's command, with the state as its data, or what `data` makes of it."""
+        """The step's command. Its data is the state, or the result of `data`."""
         one = self._steps[step]
         data = dict(state) if one.data is None else one.data(state)
         return StepCommand(one.domain, one.command_type, data, **one.options)

@@ -7,12 +7,12 @@ takes each value from the first of
     arguments > environment > commandbus.toml > [tool.commandbus] in pyproject.toml > default
 
 and `settings.origins[name]` says from which. Limits (`[limits.docai]`) and breakers (`[breakers."orders/ship"]`)
-have names of their own, so they are tables (`tables.py`); what several sources say of them adds up. Two
-invariants: what `load_settings` returns is valid, the hierarchy of time limits included; and a password never gets
-into `masked()`, `displayed()`, `repr()` or an error.
+have names of their own, so they are tables (`limits_and_breakers.py`). Entries of several sources are combined.
+Two invariants: what `load_settings` returns is valid, including the hierarchy of time limits; and a password never
+gets into `masked()`, `displayed()`, `repr()` or an error.
 
 Nothing here connects, imports handlers, or configures logging. A relative folder in `embedded:FOLDER` is left
-as it is; `config_file` tells which file it may be relative to.
+as it is; `config_file` says which file it may be relative to.
 """
 
 from commandbus.settings.declaration import SETTINGS, Setting, Settings

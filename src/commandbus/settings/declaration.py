@@ -278,7 +278,7 @@ class Settings:
         return RetryPolicy(self.max_attempts, self.backoff_schedule, self.backoff_jitter)
 
     def breaker_of(self, domain: str, command_type: str) -> Breaker:
-        """The breaker of a command type: its own, else its domain's, else the one for all."""
+        """The breaker of a command type: its own, or else its domain's, or else the one for all."""
         if not self.breakers_enabled:
             return Breaker.off()
         keys = (f"{domain}/{command_type}", f"{domain}/*", "*")
@@ -301,12 +301,13 @@ class Settings:
         return limit if self.breakers_enabled else limit.changed(breaker_failures=0)
 
     def tables(self) -> dict[str, dict[str, Json]]:
-        """What limits and breakers were given: `limits.docai` to its options, ready for JSON."""
+        """The given limits and breakers: `limits.docai` to its options, ready for JSON."""
         limits = {f"limits.{limit.name}": limit.to_json() for limit in self.limits}
         return limits | {f"breakers.{key}": breaker.to_json() for key, breaker in self.breakers.items()}
 
     def plain(self) -> dict[str, Json]:
-        """Everything that `Settings(**values)` needs to be this again, ready for JSON. It holds secrets."""
+        """Everything that `Settings(**values)` needs to make the same settings again, ready for JSON. Includes
+        secrets."""
         values: dict[str, Any] = {name: getattr(self, name) for name in SETTINGS}
         values["limits"] = {limit.name: limit.to_json() for limit in self.limits}
         values["breakers"] = {key: breaker.to_json() for key, breaker in self.breakers.items()}

@@ -1,4 +1,4 @@
-"""The kinds of values that settings have: what each accepts, what is said of the rest, and how it is shown."""
+"""The kinds of values that settings have: what each accepts, the error for other values, and how it is shown."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from commandbus.settings.secrets import (
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """`parse(value, name)` raises a ValueError that names both (but no secret); `parse(show(v)) == v`."""
+    """`parse(value, name)` raises a ValueError that names both (but never a secret); `parse(show(v)) == v`."""
 
     parse: Callable[[object, str], Any]
     show: Callable[[Any], str] = str
@@ -29,7 +29,7 @@ class Kind:
 
 
 def or_word(kind: Kind, *words: str) -> Kind:
-    """The same kind, where a word (in TOML also `false`, if the word is `off`) stands for None."""
+    """The same kind, with a word that stands for None (in TOML also `false`, if the word is `off`)."""
 
     def parse(value: object, name: str) -> Any:
         if value is False and "off" in words:
@@ -71,7 +71,7 @@ def fraction() -> Kind:
 
 def duration(*, zero: bool = True) -> Kind:
     def parse(value: object, name: str) -> float:
-        seconds = parse_seconds(cast(Duration, value), name=name)  # it refuses what is no Duration
+        seconds = parse_seconds(cast(Duration, value), name=name)  # it refuses a value that is not a Duration
         if not zero and not seconds:
             raise ValueError(f"{name}: {shown(value)} is not accepted; give a duration of more than 0")
         return seconds
@@ -208,6 +208,6 @@ def items(value: object, name: str) -> Sequence[object]:
 
 def shown(value: object) -> str:
     if isinstance(value, int) and abs(value) > 10**18:
-        return "a number of more than 18 digits"  # repr() of a very large int is an error of its own
+        return "a number of more than 18 digits"  # repr() of a very large int raises an error
     text = ascii(value)
     return text if len(text) <= 80 else f"{text[:77]}…"

@@ -1,4 +1,4 @@
-"""Limits and breakers, which have names of their own: what is given of them, as objects or as options by name.
+"""Limits and breakers, which have names of their own. They are given as objects, or as options by name.
 
 A limit's key is its name. A breaker's is "DOMAIN/COMMAND_TYPE", "DOMAIN/*" for all types of a domain, or "*".
 """
@@ -47,7 +47,7 @@ def declared_breakers(given: object) -> dict[str, Breaker]:
 
 
 def check_breaker_key(key: object) -> str:
-    """Return the key of a breaker, or say what is wrong with it."""
+    """Returns the key of a breaker, or raises an error that says what is wrong with it."""
     if key == "*":
         return "*"
     domain, slash, command_type = key.partition("/") if isinstance(key, str) else ("", "", "")
@@ -63,12 +63,12 @@ def check_breaker_key(key: object) -> str:
 
 
 def check_key(table: str, key: object) -> str:
-    """Return the key of an entry of this table, or say what is wrong with it."""
+    """Returns the key of an entry of this table, or raises an error that says what is wrong with it."""
     return check_limit_name(key) if table == "limits" else check_breaker_key(key)
 
 
 def check_options(table: str, options: Iterable[str], origin: str) -> None:
-    """Refuse an option that entries of this table do not have, with a guess."""
+    """Refuse an option that entries of this table do not have. The error suggests a similar one."""
     known = TABLES[table]
     for option in options:
         if option not in known:

@@ -1,8 +1,9 @@
 """Where values come from: arguments > environment > commandbus.toml > [tool.commandbus] > defaults.
 
 Files are searched for in the working directory and its parents, some of which others may write to (/tmp). Settings
-name the database and the code that is run, so a file that was found must be this user's own or root's, and
-writable by nobody else; else it is refused by name, as git does. A file that somebody named is read as it is.
+name the database and the code that is run. So a file that the search found must belong to this user or root, and
+must not be writable by everybody. Otherwise it is refused by name, as git does. A file that somebody named
+explicitly is read without this check.
 """
 
 from __future__ import annotations
@@ -49,12 +50,12 @@ def load_settings(
     directory: Path | None = None,
     config_file: Path | None = None,
 ) -> Settings:
-    """The effective settings; `ConfigurationError` names origin, setting, value and what to do.
+    """The effective settings. ConfigurationError names the origin, the setting, the value and what to do.
 
     `overrides` are the explicit arguments, where None means "not given". `directory` is where the search for
     configuration files begins (the working directory); a `config_file` is read instead of searching.
 
-    Limits and breakers add up: each is taken whole from the first source that has one of its name.
+    Limits and breakers of all sources are combined: each is taken whole from the first source that has its name.
     """
     tables = _search(directory or Path.cwd()) if config_file is None else _named_file(config_file)
     sources = [_from_arguments(overrides or {}), _from_environment(environ)]
@@ -96,7 +97,7 @@ def _declared(table: str, value: object) -> dict[str, Any]:
 
 @contextmanager
 def _blaming(origin: str) -> Iterator[None]:
-    """Put where it came from before what is wrong with it."""
+    """Put the origin before the text of a ConfigurationError."""
     try:
         yield
     except ConfigurationError as error:
@@ -194,7 +195,7 @@ def _place(key: str, *, root: str = "") -> str:
 
 
 def _did_you_mean(wrong: str, known: Mapping[str, object]) -> str:
-    """A guess by spelling, or by the last part of a key that stands in the wrong section."""
+    """A guess by spelling, or by the last part of a key that is in the wrong section."""
     import difflib
 
     last = wrong.rpartition(".")[2]
@@ -227,7 +228,7 @@ def _search(directory: Path) -> _Tables:
 
 
 def _folders(directory: Path) -> Iterator[Path]:
-    """The folder and its parents, up to one that holds .git, or one that may not be looked into."""
+    """The folder and its parents, up to one that contains .git, or before one that we may not enter."""
     for folder in (directory, *directory.parents):
         if not os.access(folder, os.X_OK):
             return
@@ -237,7 +238,8 @@ def _folders(directory: Path) -> Iterator[Path]:
 
 
 def _read(path: Path, *, is_found: bool = False) -> Mapping[str, object] | None:
-    """The settings in a file; None for a pyproject.toml that has none. One that was only found must be trusted."""
+    """The settings in a file; None for a pyproject.toml that has none. With `is_found`, the file must be
+    trustworthy."""
     import tomllib
 
     try:
@@ -266,7 +268,8 @@ def _tool_table(path: Path, document: Mapping[str, object]) -> Mapping[str, obje
 
 
 def _check_trusted(path: Path, about: Iterable[os.stat_result]) -> None:
-    """The file, and the link to it if it is one, belong to this user or to root; nobody else may write to it."""
+    """Refuse a file (or a link to it) that does not belong to this user or root, or that everybody may write
+    to."""
     remedy = f"if it is meant, name it (--config {path}, or config_file=); else move or remove it"
     for found in about:
         if found.st_uid not in _trusted_users():
@@ -281,7 +284,7 @@ def _check_trusted(path: Path, about: Iterable[os.stat_result]) -> None:
 
 
 def _trusted_users() -> set[int]:
-    """This user and root; for root also the one who called sudo."""
+    """This user and root. For root, also the user who called sudo."""
     trusted = {0, os.geteuid()}
     caller = os.environ.get("SUDO_UID", "")
     if os.geteuid() == 0 and caller.isascii() and caller.isdigit():

@@ -1,6 +1,6 @@
-"""What must not be shown: passwords in database and Redis URLs.
+"""Masks secrets: passwords in database and Redis URLs.
 
-A masked value is written anew from its parts, never by replacing text.
+A masked value is composed again from its parts, never made by replacing text.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ POSTGRES_URL = re.compile(r"postgres(?:ql)?://")
 
 
 def mask_database_url(value: str) -> str:
-    """The URL or conninfo string for people, written anew from its parts without what is secret.
+    """The URL or conninfo string for people, composed again from its parts without secrets.
 
-    Never by replacing text: what libpq itself takes for the password is what is masked, whatever the quoting
-    or encoding. What libpq cannot read is not shown at all.
+    Text is never replaced: the masked part is what libpq itself reads as the password, whatever the quoting or
+    encoding. A string that libpq cannot read is not shown at all.
     """
     if is_embedded(value):
         return value
@@ -37,7 +37,7 @@ def mask_database_url(value: str) -> str:
 
 
 def mask_redis_url(value: str) -> str:
-    """The URL for people; a single word before the @ is masked too, as it may be a token."""
+    """The URL for people. A single word before the @ is masked, too, because it may be a token."""
     parts = redis_parts(value)
     if parts is None:
         return MASK
@@ -51,19 +51,19 @@ def mask_redis_url(value: str) -> str:
 
 
 def _masked_part(is_secret: bool, text: str) -> str:  # noqa: FBT001 - of two, and private
-    """A part that is not secret by its name may carry one all the same: options, or a URL as dbname."""
+    """Mask a part. Even a part whose name is harmless may contain a secret: options, or a URL as dbname."""
     return MASK if is_secret or SECRET_WITHIN.search(text) else text
 
 
 def conninfo_parts(value: str) -> dict[str, str] | None:
-    """What libpq reads; None if it cannot, or if an unencoded character tore a password apart."""
+    """The parts as libpq reads them; None if it cannot, or if an unencoded character splits the password."""
     try:
         parts = {key: str(text) for key, text in conninfo_to_dict(value).items()}
     except (psycopg.Error, UnicodeError):
         return None
     if POSTGRES_URL.match(value):
-        # libpq ends the user's part at the first "@" or "/". A raw one of these within the password leaves
-        # the rest of it in what is then the host, the port or the database name.
+        # libpq ends the user's part at the first "@" or "/". If the password contains one of these unencoded, the
+        # rest of the password becomes a part of the host, the port or the database name.
         after_scheme = value.partition("://")[2]
         end = re.search(r"[@/]", after_scheme)
         rest = after_scheme[end.end() :] if end and end.group() == "@" else after_scheme
@@ -93,7 +93,7 @@ def _host_and_port(host: str, port: str) -> str:
 
 
 def redis_parts(value: str) -> SplitResult | None:
-    """The URL as redis-py splits it; None if it is none, or an unencoded character tore a password apart."""
+    """The URL as redis-py splits it; None if it is not a URL, or if an unencoded character splits the password."""
     try:
         parts = urlsplit(value)
         _ = parts.port, parse_qsl(parts.query, strict_parsing=True) if parts.query else None

@@ -1,4 +1,4 @@
-"""AuditLogger and AsyncAuditLogger: what happened to a command, and what an application adds to that."""
+"""AuditLogger and AsyncAuditLogger: what happened to a command, including the application's own events."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ class AuditLogger(Repository):
         *,
         conn: object = None,
     ) -> None:
-        """Write an event of the application into a command's trail; with `conn` it is there if that commits.
+        """Write an event of the application into a command's trail; with `conn` in the caller's transaction.
 
-        Its name is any text but those that commandbus itself tells (`AuditEvent`).
+        Its name is any text except the names of commandbus' own events (`AuditEvent`).
         """
         new = audit_events.NewAuditEvent(command_id, event, details)
         logging = audit_events.log(domain, [new], max_bytes=self._bus.settings.max_payload_bytes)
         return self._bus.run(then(logging, lambda _: None), conn)
 
     def log_many(self, domain: str, events: Iterable[NewAuditEvent], *, conn: object = None) -> int:
-        """Write events, all or none; returns how many."""
+        """Write events, all or none. Returns how many."""
         limit = self._bus.settings.max_payload_bytes
         return self._bus.run(audit_events.log(domain, events, max_bytes=limit), conn)
 

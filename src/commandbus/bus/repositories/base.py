@@ -1,4 +1,4 @@
-"""What the parts of the data-access layer work through: a bus, which may be made of a pool."""
+"""The base of the parts of the data-access layer: each works through a bus, which may be made from a pool."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ else:
 
 
 class Repository:
-    """For sync code; made with a bus or with a psycopg ConnectionPool, which stays the caller's."""
+    """For sync code; made with a bus or with a psycopg ConnectionPool, which the caller must close."""
 
     __slots__ = ("_bus",)
 
@@ -29,7 +29,7 @@ class Repository:
 
 
 class AsyncRepository:
-    """For async code; made with a bus or with a psycopg AsyncConnectionPool, which stays the caller's."""
+    """For async code; made with a bus or with a psycopg AsyncConnectionPool, which the caller must close."""
 
     __slots__ = ("_bus",)
 

@@ -90,10 +90,10 @@ class BatchRepository(Repository):
         DuplicateCommandError. You can add to an open batch (`add`, `bus.add_to_batch`); it ends only after it is
         closed (`close`, `bus.close_batch`).
 
-        `complete_when="only_troubleshooting_left"` sends `on_complete` when no member is left but those that need
-        a person; the batch itself ends when they have ended. `on_exhausted` is for members that have none of their
-        own: "fail" makes members whose attempts are used up FAILED for good, so that nobody has to wait for a
-        person.
+        With `complete_when="only_troubleshooting_left"`, `on_complete` is sent when all members have ended except
+        those that need a person; the batch itself ends when these have ended, too. `on_exhausted` is for members
+        that have none of their own: with "fail", members whose attempts are used up are FAILED for good, and do
+        not wait for a person.
         """
         operation = _create(
             self._bus, domain, commands, batch_id=batch_id, name=name, custom_data=custom_data,
@@ -166,10 +166,10 @@ class BatchRepository(Repository):
         wait: Duration | None = None,
         on_progress: Callable[[BatchRecord], object] | None = None,
     ) -> BatchRecord:
-        """Wait until a batch is finished; BatchTimeoutError if that takes longer than `wait`.
+        """Wait until a batch is finished. Raises BatchTimeoutError if that takes longer than `wait`.
 
-        `on_progress` is called with every look at the batch, twice a second. What must happen when the batch is
-        finished, even if this process is not there any more, belongs into `on_complete`.
+        `on_progress` is called with every look at the batch, twice a second. If something must happen when the
+        batch is finished, even if this process has ended by then, use `on_complete`.
         """
         waiting = _Waiting(domain, batch_id, wait)
         while True:
@@ -191,7 +191,7 @@ class BatchRepository(Repository):
     ) -> BatchCancelReport:
         """Cancel a batch: members that wait or need a person are CANCELED, running ones are asked to stop.
 
-        The batch ends CANCELED when the last one has stopped. If a crash interrupts this, workers continue it.
+        The batch ends CANCELED when its last member has stopped. If a crash interrupts this, workers continue it.
         """
         action = operate.operator_action(operator or whoami(), reason, "CANCEL")
         return self._bus.follow(batch_operate.cancel(domain, batch_id, action), conn)
@@ -209,8 +209,9 @@ class BatchRepository(Repository):
     ) -> BatchRetryReport:
         """Retry a batch's members in the troubleshooting queue, and send those that FAILED for good again.
 
-        Those are sent in a new batch that names this one (`retry_of`), under new command_ids, each at most once. A
-        command that fails again is a member of the new batch. `name` and `on_complete` are for the new batch.
+        The FAILED members are sent in a new batch that names this one (`retry_of`), under new command_ids, each at
+        most once. A command that fails again is a member of the new batch. `name` and `on_complete` are for the
+        new batch.
         """
         action = operate.operator_action(operator or whoami(), reason, "RETRY")
         plan = batch_operate.retry_failed(domain, batch_id, action, name=name, on_complete=on_complete)
@@ -239,7 +240,7 @@ class AsyncBatchRepository(AsyncRepository):
         wait: Duration | None = None,
         on_progress: Callable[[BatchRecord], object | Awaitable[object]] | None = None,
     ) -> BatchRecord:
-        """Wait until a batch is finished; BatchTimeoutError if that takes longer than `wait`.
+        """Wait until a batch is finished. Raises BatchTimeoutError if that takes longer than `wait`.
 
         See BatchRepository.wait_for. `on_progress` may be async.
         """
@@ -264,13 +265,13 @@ class _Waiting:
         self._next = FIRST_LOOK_SECONDS
 
     def check(self, record: BatchRecord | None) -> BatchRecord:
-        """There must be something to wait for."""
+        """Raise an error if there is no batch to wait for."""
         if record is None:
             raise BatchNotFoundError(self._domain, self._batch_id)
         return record
 
     def pause(self, record: BatchRecord) -> float:
-        """Seconds until the next look; raises when the time is up."""
+        """Seconds until the next look. Raises BatchTimeoutError when the time is up."""
         pause, self._next = self._next, min(self._next * 2, LOOK_SECONDS)
         if self._until is None:
             return pause

@@ -1,4 +1,4 @@
-"""CommandRepository and AsyncCommandRepository: commands by what is known of them."""
+"""CommandRepository and AsyncCommandRepository: send, find, cancel and retry commands."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class CommandRepository(Repository):
     # --- writing ----------------------------------------------------------------------------------------------
 
     def save(self, domain: str, command: NewCommand, *, conn: object = None) -> SentCommand:
-        """Send a command; the same `command_id` with the same content is sent once."""
+        """Send a command. A second send of the same `command_id` with the same content changes nothing."""
         return self._bus.run(self._bus._send(domain, command), conn)
 
     def save_many(
@@ -79,7 +79,7 @@ class CommandRepository(Repository):
     def get_many(
         self, domain: str, command_ids: Iterable[str], *, conn: object = None
     ) -> dict[str, CommandRecord]:
-        """What is known of commands, by their command_ids; those that do not exist are left out."""
+        """What is known about commands, by their command_ids; those that do not exist are left out."""
         return self._bus.run(lookup.get_commands(domain, command_ids), conn)
 
     def exists(self, domain: str, command_id: str, *, conn: object = None) -> bool:
@@ -93,8 +93,8 @@ class CommandRepository(Repository):
     def get_outcome(self, domain: str, command_id: str, *, conn: object = None) -> CommandOutcome | None:
         """Returns a command's status, and its result or error; None if there is no such command.
 
-        A role that only sends may call this for any command whose id it knows. `get` tells more, to roles that may
-        read.
+        A role that only sends may call this for any command whose id it knows. `get` returns more, but needs a
+        role that may read.
         """
         return self._bus.run(call.get_outcome(domain, command_id), conn)
 
@@ -151,7 +151,7 @@ class CommandRepository(Repository):
     def count_by_status(
         self, domain: str, command_type: str | None = None, *, conn: object = None
     ) -> dict[CommandStatus, int]:
-        """How many commands of a domain, or of a type in it, have which status. It reads all of them."""
+        """How many commands of a domain, or of a type in it, have each status. It reads all of them."""
         return self._bus.run(lookup.count_by_status(domain, command_type), conn)
 
     def list_stuck(
@@ -164,7 +164,7 @@ class CommandRepository(Repository):
         cursor: str | None = None,
         conn: object = None,
     ) -> Page[StuckAttempt]:
-        """Returns attempts that had to be stopped, newest first, with what was seen then (`autopsy`)."""
+        """Returns attempts that had to be stopped, newest first, with what was seen at that moment (`autopsy`)."""
         return self._bus.run(
             history.list_stuck(domain, command_type, since=since, limit=limit, cursor=cursor), conn
         )
@@ -183,7 +183,7 @@ class CommandRepository(Repository):
     def list_undelivered(
         self, *, limit: int = 50, cursor: str | None = None, conn: object = None
     ) -> Page[UndeliveredReply]:
-        """Replies whose queue was gone when they were to be sent, newest first, with the reason."""
+        """Replies that could not be sent because their queue was gone, newest first, with the reason."""
         return self._bus.run(inspect.list_undelivered(limit=limit, cursor=cursor), conn)
 
     # --- the troubleshooting queue, and canceling -------------------------------------------------------------
@@ -213,10 +213,10 @@ class CommandRepository(Repository):
         reason: str | None = None,
         conn: object = None,
     ) -> CancelResult:
-        """Cancel a command. If it runs, ask its worker to stop it. The result says which.
+        """Cancel a command. If it runs, ask its worker to stop it. The result says which of the two was done.
 
-        The context tells a running handler. It has its grace to clean up. The command ends CANCELED, unless it
-        completes by then. Asking again changes nothing and returns the same.
+        A running handler learns of the request from its context, and has its grace to clean up. The command ends
+        CANCELED, unless it completes by then. A second request changes nothing and returns the same.
         """
         action = operate.operator_action(operator or whoami(), reason, "CANCEL")
         return self._bus.run(operate.cancel(names.check_domain(domain), command_id, action), conn)

@@ -1,4 +1,4 @@
-"""Operations that start processes, made of a caller's arguments."""
+"""Operations that start processes, made from a caller's arguments."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ else:
     managers = lazy("commandbus.processes.manager")
 
 Manager: TypeAlias = "BaseProcessManager[Any] | str"
-"""A process manager, or just the name of its process_type."""
+"""A process manager, or only the name of its process_type."""
 
 
 Items: TypeAlias = "Iterable[NewProcess | Mapping[str, object]]"
 
 
 def start(max_bytes: int, manager: Manager, items: Items, domain: str | None) -> Operation[list[StartedProcess]]:
-    """Start processes: checked one by one, as they are sent."""
+    """Start processes. They are checked one by one, as they are sent."""
     of_domain, process_type, starting = _prepare(max_bytes, manager, items, domain)
     return process_start.start(of_domain, process_type, starting)
 
@@ -73,7 +73,7 @@ def _prepare(
 
 
 def _numbered(items: Items, prepare: Callable[[Any], Starting]) -> Iterator[Starting]:
-    """Prepare them one by one; an error says which of several it was, counted from 1."""
+    """Prepare them one by one. An error says which of them is wrong, counted from 1."""
     is_one = isinstance(items, list) and len(items) == 1
     for number, item in enumerate(items, 1):
         try:

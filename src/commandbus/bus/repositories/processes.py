@@ -66,7 +66,7 @@ class ProcessRepository(Repository):
         domain: str | None = None,
         conn: object = None,
     ) -> CreatedBatch:
-        """Start processes as one batch, all or none; the rest is as in create_batch."""
+        """Start processes as one batch, all or none. For the other options see create_batch."""
         operation = new_processes.create_batch(
             self._bus.settings.max_payload_bytes, manager, processes, domain, batch_id=batch_id, name=name,
             custom_data=custom_data, on_complete=on_complete, is_open=is_open,
@@ -85,7 +85,7 @@ class ProcessRepository(Repository):
         return self._bus.run(process_inspect.get_process(domain, process_id), conn)
 
     def get_by_command(self, domain: str, command_id: str, *, conn: object = None) -> ProcessRecord | None:
-        """The process that sent a command; None if none did."""
+        """The process that sent a command; None if no process sent it."""
         return self._bus.run(process_of_command.get_process_of(domain, command_id), conn)
 
     def get_steps(self, domain: str, process_id: str, *, conn: object = None) -> list[StepRecord]:

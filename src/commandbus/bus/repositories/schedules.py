@@ -50,8 +50,8 @@ class ScheduleRepository(Repository):
     ) -> ScheduleRecord:
         """Create a schedule at run time; see `Schedule` for its options. It lives until somebody deletes it.
 
-        The same again changes nothing and returns the existing one. If the name is taken by a schedule with
-        another definition, `replace` decides: it is replaced, or this is DuplicateScheduleError.
+        If a schedule with the same name and definition exists, nothing changes, and it is returned. If its
+        definition is different, it is replaced with `replace`; otherwise this raises DuplicateScheduleError.
         """
         schedule = Schedule(
             domain, name, cron, every, timezone, command_type, data, headers, correlation_id, reply_to,
@@ -69,7 +69,7 @@ class ScheduleRepository(Repository):
         reason: str | None = None,
         conn: object = None,
     ) -> bool:
-        """Pause a schedule: nothing fires until somebody resumes it. Returns False if it was paused."""
+        """Pause a schedule: nothing fires until somebody resumes it. Returns False if it was paused already."""
         return self._bus.run(operate.pause(*_named(domain, name), _action(operator, reason)), conn)
 
     def resume(
@@ -81,7 +81,7 @@ class ScheduleRepository(Repository):
         reason: str | None = None,
         conn: object = None,
     ) -> datetime | None:
-        """Resume it. What was due during the pause is not made up for. Returns the next firing."""
+        """Resume it. Firings that were due during the pause are not made up for. Returns the next firing."""
         return self._bus.run(operate.resume(*_named(domain, name), _action(operator, reason)), conn)
 
     def delete(
@@ -93,7 +93,7 @@ class ScheduleRepository(Repository):
         reason: str | None = None,
         conn: object = None,
     ) -> None:
-        """Delete a schedule that was created at run time. What it has sent stays."""
+        """Delete a schedule that was created at run time. Commands that it has sent stay."""
         return self._bus.run(operate.delete(*_named(domain, name), _action(operator, reason)), conn)
 
     def run_now(
@@ -105,7 +105,8 @@ class ScheduleRepository(Repository):
         reason: str | None = None,
         conn: object = None,
     ) -> SentCommand:
-        """Send its command now, also if it is paused or the last one is unfinished. Its firings stay."""
+        """Send its command now, even if it is paused or the last command is unfinished. Its firings stay as they
+        are."""
         return self._bus.run(operate.run_now(*_named(domain, name), _action(operator, reason)), conn)
 
     def get(self, domain: str, name: str, *, conn: object = None) -> ScheduleRecord | None:
@@ -119,7 +120,7 @@ class ScheduleRepository(Repository):
         return self._bus.run(operate.list_schedules(domain, limit=limit, cursor=cursor), conn)
 
     def next_firings(self, domain: str, name: str, *, count: int = 5, conn: object = None) -> Sequence[datetime]:
-        """Its next firings by the server's clock, in UTC; also while it is paused."""
+        """Its next firings by the server's clock, in UTC, even while it is paused."""
         return self._bus.run(operate.next_firings(domain, name, count=count), conn)
 
 
