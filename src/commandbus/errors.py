@@ -187,7 +187,8 @@ class MissingPrivilegeError(SchemaError):
 
 
 class CallError(CommandBusError):
-    """What `bus.call` raises instead of returning a result. The command was sent; `command_id` names it."""
+    """What `bus.call` and `bus.wait` raise instead of returning a result. The command was sent; `command_id` names
+    it."""
 
     def __init__(self, message: str, domain: str, command_id: str) -> None:
         super().__init__(message)
@@ -241,8 +242,8 @@ class CallTimeoutError(CallError, TimeoutError):
     def __init__(self, domain: str, command_id: str, seconds: float) -> None:
         super().__init__(
             f"command {command_id!r} of domain {domain!r} had no outcome after {seconds:g} s; it is still there "
-            f"and goes on: look with bus.get_command({domain!r}, {command_id!r}), wait on with the same call and "
-            f"this command_id, or stop it with bus.cancel",
+            f"and goes on: look with bus.get_command({domain!r}, {command_id!r}), wait on with "
+            f"bus.wait({domain!r}, {command_id!r}), or stop it with bus.cancel",
             domain,
             command_id,
         )

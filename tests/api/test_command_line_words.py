@@ -33,6 +33,7 @@ DURATIONS = {
     "send --max-delay",
     "send --timeout",
     "status --interval",
+    "wait --wait",
 }
 LISTS = {
     "batch list",

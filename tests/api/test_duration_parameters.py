@@ -125,6 +125,8 @@ TRIES: dict[str, Try] = {
     ),
     **made("call(expires)", lambda bus, value: bus.call("orders", "x", expires=value, wait=0.01)),
     **made("call(timeout)", lambda bus, value: bus.call("orders", "x", timeout=value, wait=0.01)),
+    **made("wait(wait)", lambda bus, value: bus.wait("orders", "x", wait=value)),
+    **made("wait_all(wait)", lambda bus, value: bus.wait_all([("orders", "x")], wait=value)),
     **made("call(wait)", lambda bus, value: bus.call("orders", "x", wait=value)),
     **made("wait_for_batch(wait)", lambda bus, value: bus.wait_for_batch("orders", "b", wait=value)),
     **made("migrate(wait)", lambda bus, value: bus.migrate(wait=value)),

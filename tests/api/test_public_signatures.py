@@ -84,8 +84,8 @@ def test_any_is_left_only_where_there_is_a_reason() -> None:
     assert len(found) <= 43, sorted(found)
 
 
-NOT_LISTS = {"CommandBus.send_many", "CommandBus.start_processes"}
-"""Receipts, in the order of what was given."""
+NOT_LISTS = {"CommandBus.send_many", "CommandBus.start_processes", "CommandBus.wait_all"}
+"""Receipts and outcomes, in the order of what was given."""
 
 
 @pytest.mark.parametrize(("label", "sync", "asynchronous"), METHODS)

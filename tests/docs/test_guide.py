@@ -56,6 +56,7 @@ def test_every_block_of_the_guide_is_run_by_a_test_here() -> None:
         'command_id="ship-18"',
         *API,
         "bus.call(",
+        "bus.wait_all(",
         "bus.create_batch(",
         "bus.start_process(",
         "ctx.limit(",
@@ -305,9 +306,11 @@ def test_the_calling_example_runs(bus: CommandBus, database: str) -> None:
     names: dict[str, Any] = {"bus": bus}
     try:
         exec(block("python", "bus.call("), names)
+        exec(block("python", "bus.wait_all("), names)
     finally:
         worker.stop(wait=4)
-    assert names["shipped"] == {"shipped": 20}
+    assert names["shipped"] == {"shipped": 21}
+    assert [each.result for each in names["outcomes"]] == [{"shipped": 22}, {"shipped": 23}]
 
 
 def test_the_example_with_other_peoples_connections_runs(bus: CommandBus, database: str) -> None:

@@ -42,6 +42,8 @@ CALLS: dict[str, list[Callable[[Bus], Any]]] = {
     "wait_for_batch": [lambda bus: bus.wait_for_batch("orders", "b", wait=1)],
     "cancel_batch": [lambda bus: bus.cancel_batch("orders", "b")],
     "retry_failed": [lambda bus: bus.retry_failed("orders", "b")],
+    "wait": [lambda bus: bus.wait("orders", "x", wait=1)],
+    "wait_all": [lambda bus: bus.wait_all([("orders", "x")], wait=1)],
     "call": [lambda bus: bus.call("orders", "x", wait=1)],
     "start_process": [lambda bus: bus.start_process("x"), lambda bus: bus.start_process("x", process_id="p")],
     "start_processes": [lambda bus: bus.start_processes("x", [{}, {"process_id": "p"}])],

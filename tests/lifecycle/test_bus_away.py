@@ -92,6 +92,8 @@ METHODS: list[tuple[str, tuple[Any, ...]]] = [
     ("send", ("orders", "ship")),
     ("send_many", ("orders", [{"command_type": "ship"}])),
     ("call", ("orders", "ship")),
+    ("wait", ("orders", "x")),
+    ("wait_all", ([("orders", "x")],)),
     ("cancel", ("orders", "x")),
     ("get_command", ("orders", "x")),
     ("get_outcome", ("orders", "x")),

@@ -234,15 +234,22 @@ def test_calls_with_one_command_id_share_its_outcome(
 def test_other_content_under_the_same_id_is_refused(
     caller: Caller, db: psycopg.Connection[Any], start: Any
 ) -> None:
-    caller.send("orders", "echo", 1, command_id="sent")
-    with pytest.raises(DuplicateCommandError, match="reply_to"):
-        caller.call("orders", "echo", 1, command_id="sent").result()
     start()
     caller.call("orders", "echo", 1, command_id="called").result()
     with pytest.raises(DuplicateCommandError, match="reply_to"):
-        caller.send("orders", "echo", 1, command_id="called")
+        caller.send("orders", "echo", 1, command_id="called", reply_to="answers")
     with pytest.raises(DuplicateCommandError, match="data"):
         caller.call("orders", "echo", 2, command_id="called").result()
+
+
+def test_a_call_with_the_id_of_an_earlier_send_waits_for_it(caller: Caller, ran: list[str], start: Any) -> None:
+    caller.send("orders", "echo", 1, command_id="sent")
+    waiting = caller.call("orders", "echo", 1, command_id="sent")
+    start()
+    assert waiting.result(MUCH_SOONER) == 1
+    assert caller.call("orders", "echo", 2, command_id="called").result(MUCH_SOONER) == 2
+    assert not caller.send("orders", "echo", 2, command_id="called").created
+    assert ran == ["sent", "called"]
 
 
 def test_a_transaction_of_the_caller_is_refused(

@@ -22,6 +22,7 @@ from commandbus.bus.data_access import AsyncDataAccess
 from commandbus.bus.limits import AsyncLimitMethods, LimitClientHolder
 from commandbus.bus.one_body import awaited
 from commandbus.bus.sync import CommandBus
+from commandbus.bus.waiting import AsyncWaitMethods
 from commandbus.db.bus_pool import AsyncBusPool, make_async_bus_pool, no_connection, unavailable
 from commandbus.db.drivers import run_async
 from commandbus.db.lent_connection import borrow_async
@@ -54,7 +55,7 @@ T = TypeVar("T")
 LATE_SECONDS = 0.2  # the wait for a connection should end first, because its error says why
 
 
-class AsyncCommandBus(AsyncBreakerMethods, AsyncLimitMethods, AsyncDataAccess):
+class AsyncCommandBus(AsyncBreakerMethods, AsyncLimitMethods, AsyncWaitMethods, AsyncDataAccess):
     """The bus for async code: the same methods, awaited. One bus belongs to one event loop."""
 
     def __init__(
@@ -78,7 +79,7 @@ class AsyncCommandBus(AsyncBreakerMethods, AsyncLimitMethods, AsyncDataAccess):
         await self.close()
 
     async def close(self) -> None:
-        """Close what this bus opened. Callers that wait in `call` get BusClosedError."""
+        """Close what this bus opened. Callers that wait in `call` or `wait` get BusClosedError."""
         await asyncio.to_thread(self._listening.close)
         await asyncio.to_thread(self._limit_clients.close)
         if self._own_pool is not None:

@@ -7,7 +7,11 @@ callers.
 It LISTENs on its own connection, which is restored automatically, and reads rows on the same connection. So if a
 look finds no outcome yet, a notification will follow. One statement looks at every command that was registered,
 was notified, or was waiting when the connection was made (a notification may have been missed before that).
-Between notifications the thread sleeps. It polls only behind a pooler, which delivers no notifications.
+Between notifications the thread sleeps. It polls behind a pooler, which delivers no notifications.
+
+Nobody notifies of a command that was sent without a caller (`bus.wait`, or `bus.call` with the id of an earlier
+send). The listener looks at such a command again after a quarter of the time that it has been waited for, at
+least after FIRST_AGAIN_SECONDS and at most after LAST_AGAIN_SECONDS. All that are due share one statement.
 
 It knows nothing about timeouts: a caller leaves when its time is up, whether or not the database is reachable.
 Both buses use it; the async one through `asyncio.wrap_future`, which resolves by `call_soon_threadsafe`.
@@ -54,6 +58,9 @@ Heard: TypeAlias = "Future[CommandOutcome | None]"
 LOOKED_AT_ONCE = 200
 PING_SECONDS = 3.0
 POLL_SECONDS = 0.25
+FIRST_AGAIN_SECONDS = 0.02
+LAST_AGAIN_SECONDS = 1.0
+AGAIN_FACTOR = 0.25
 IDLE_SECONDS = 3600.0
 CLOSE_SECONDS = 5.0
 LAST_LOOK_SECONDS = 2.0  # how long a caller whose time is up may take to look once more
@@ -68,6 +75,7 @@ class CallListener(DatabaseService):
         self._lock = threading.Lock()
         self._waiting: dict[int, dict[Heard, SentCommand]] = {}
         self._to_look_at: set[int] = set()
+        self._again: dict[int, tuple[float, float]] = {}  # since when these are looked at, and when again
         self._over: BaseException | None = None  # why the listener has ended
 
     @property
@@ -78,13 +86,17 @@ class CallListener(DatabaseService):
 
     @contextmanager
     def awaiting(self, sent: SentCommand) -> Iterator[Heard]:
-        """Wait for the outcome of a command that has been sent."""
+        """Wait for the outcome of a command that has been sent. If it was there before (`created` is False), it
+        may have been sent without a caller."""
         heard: Heard = Future()
+        now = monotonic()
         with self._lock:
             if self._over is not None:
                 raise self._reason(sent)
             self._waiting.setdefault(sent.id, {})[heard] = sent
             self._to_look_at.add(sent.id)
+            if not sent.created:
+                self._again[sent.id] = now, now + FIRST_AGAIN_SECONDS
         self.wake()
         try:
             yield heard
@@ -106,12 +118,13 @@ class CallListener(DatabaseService):
 
     def round(self) -> None:
         self.hear()
+        seconds = self._look_again()
         if ids := self._take():
             self._look(ids)
         elif not self._waiting:
             self.sleep(IDLE_SECONDS)
         elif self.can_listen:
-            self.sleep(PING_SECONDS)  # then ping the server: a dead connection may give no sign
+            self.sleep(seconds)  # then ping the server: a dead connection may give no sign
         else:
             self.sleep(POLL_SECONDS)
             self._look_at_all()
@@ -136,6 +149,19 @@ class CallListener(DatabaseService):
             ids = sorted(self._to_look_at & self._waiting.keys())[:LOOKED_AT_ONCE]
             self._to_look_at.difference_update(ids)
             return ids
+
+    def _look_again(self) -> float:
+        """Look at those of which nobody notifies, if they are due. Returns the seconds until the next are due."""
+        now, seconds = monotonic(), PING_SECONDS
+        with self._lock:
+            for id_, (since, due) in self._again.items():
+                if due <= now:
+                    self._to_look_at.add(id_)
+                    pause = AGAIN_FACTOR * (now - since)
+                    due = now + min(max(pause, FIRST_AGAIN_SECONDS), LAST_AGAIN_SECONDS)  # noqa: PLW2901
+                    self._again[id_] = since, due
+                seconds = min(seconds, due - now)
+        return max(seconds, FIRST_AGAIN_SECONDS)
 
     def _look(self, ids: list[int]) -> None:
         seen = self._connection.run(calls.outcomes(self._named(ids)))
@@ -165,6 +191,7 @@ class CallListener(DatabaseService):
             if not waiters:
                 self._waiting.pop(id_, None)
                 self._to_look_at.discard(id_)
+                self._again.pop(id_, None)
 
     def _end(self, why: BaseException) -> None:
         """End all waiting calls with this error, and accept no more."""
@@ -172,6 +199,7 @@ class CallListener(DatabaseService):
             self._over = self._over or why
             waiters = [waiter for waiters in self._waiting.values() for waiter in waiters.items()]
             self._waiting.clear()
+            self._again.clear()
         for heard, sent in waiters:
             _resolve(heard, self._reason(sent))
 

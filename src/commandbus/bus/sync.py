@@ -20,6 +20,7 @@ from commandbus.bus.call_listener import LAST_LOOK_SECONDS, WaitingCall, address
 from commandbus.bus.data_access import DataAccess
 from commandbus.bus.limits import LimitClientHolder, LimitMethods
 from commandbus.bus.repositories.new_processes import Manager
+from commandbus.bus.waiting import WaitMethods
 from commandbus.clock import monotonic
 from commandbus.db.answer_clock import run_until
 from commandbus.db.bus_pool import BusPool, make_bus_pool, no_connection, unavailable
@@ -63,7 +64,7 @@ else:
 T = TypeVar("T")
 
 
-class CommandBus(BreakerMethods, LimitMethods, DataAccess):
+class CommandBus(BreakerMethods, LimitMethods, WaitMethods, DataAccess):
     """The bus for sync code. Safe to share between threads; close it, or use it as a context manager.
 
     `CommandBus()` takes its database from the settings (environment, commandbus.toml). With `pool=` it uses a
@@ -91,7 +92,7 @@ class CommandBus(BreakerMethods, LimitMethods, DataAccess):
         self.close()
 
     def close(self) -> None:
-        """Close what this bus opened. Callers that wait in `call` get BusClosedError."""
+        """Close what this bus opened. Callers that wait in `call` or `wait` get BusClosedError."""
         self._listening.close()
         self._limit_clients.close()
         if self._own_pool is not None:
@@ -280,9 +281,9 @@ class CommandBus(BreakerMethods, LimitMethods, DataAccess):
         """Send a command, wait for its outcome, and return its result; any other outcome raises CallError.
 
         `wait` is how long the caller waits. After that it gets CallTimeoutError, and the command goes on.
-        `timeout` is how long one attempt of the command may take, as in `send`. A second call with the same
-        `command_id` and content waits for the same outcome. If the command enters the troubleshooting queue, the
-        caller gets CommandInTroubleshootingError at once.
+        `timeout` is how long one attempt of the command may take, as in `send`. A call with the `command_id`
+        and content of an earlier call or send waits for that command. If the command enters the troubleshooting
+        queue, the caller gets CommandInTroubleshootingError at once.
         """
         new = NewCommand(
             command_type, data, command_id, correlation_id, max_attempts=max_attempts, headers=headers,

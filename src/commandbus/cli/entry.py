@@ -43,6 +43,7 @@ COMMANDS = {
     ),
     "worker": ("worker", "Run the handlers of a registry, until SIGTERM or Ctrl-C."),
     "send": ("send", "Send a command."),
+    "wait": ("wait", "Wait for a command, and print its result."),
     "status": ("status", "Show how many commands wait, run or need a person, per domain."),
     "workers": ("status", "List workers: where they run, since when, their health, and which are silent."),
     "commands": ("commands", "List commands, newest first."),

@@ -4,7 +4,8 @@
 |------|--------------|--------------------------------------------------------------------------------------|
 | 0    | OK           | success                                                                              |
 | 1    | NO           | an expected "no": `migrate --check` misses something, `doctor` found a failure,      |
-|      |              | the batch that `batch watch` saw did not complete in full, or not in time, ...       |
+|      |              | the batch that `batch watch` saw did not complete in full, or not in time, the       |
+|      |              | command that `wait` waited for has another outcome than COMPLETED, or none, ...      |
 | 2    | USAGE        | the command line, or a value on it, makes no sense; nothing was done                 |
 | 3    | CONFIGURATION| a setting (also one given as an option of `worker`, or `--database`) is missing,     |
 |      |              | malformed or contradicts another; a registry cannot be loaded                        |
@@ -31,6 +32,7 @@ from enum import IntEnum
 from commandbus.errors import (
     BatchNotFoundError,
     BatchTimeoutError,
+    CallError,
     CommandBusError,
     CommandNotFoundError,
     ConfigurationError,
@@ -84,6 +86,7 @@ EXPLAINED: tuple[tuple[type[Exception], ExitCode], ...] = (
     (ProcessNotFoundError, ExitCode.NOT_FOUND),
     (ScheduleNotFoundError, ExitCode.NOT_FOUND),
     (BatchTimeoutError, ExitCode.NO),
+    (CallError, ExitCode.NO),
     (InvalidOperationError, ExitCode.REFUSED),
     (DuplicateCommandError, ExitCode.REFUSED),
     (MissingPrivilegeError, ExitCode.REFUSED),

@@ -2,8 +2,8 @@
 
 The `reply_to` of such a command is CALL, which no queue can have as its name. The transaction that settles the
 command, or moves it to the troubleshooting queue, only notifies the id of its row (`flow/commands/reply.py`), and
-the caller reads the row. `reply_to` is content like any other field. So a second call with the same command_id and
-content waits for the same command, while a command that was sent without a caller counts as different content.
+the caller reads the row. A command that was sent without a caller and one with CALL have the same content
+(`compare_commands`). So a call with the command_id and content of an earlier call or send waits for that command.
 """
 
 from __future__ import annotations

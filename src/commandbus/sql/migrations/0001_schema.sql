@@ -702,7 +702,7 @@ BEGIN
            CASE WHEN c.command_type <> x.t THEN 'command_type'
                 WHEN NOT commandbus.is_same_json(c.data, x.d) THEN 'data'
                 WHEN c.correlation_id IS DISTINCT FROM x.c THEN 'correlation_id'
-                WHEN c.reply_to IS DISTINCT FROM x.r THEN 'reply_to'
+                WHEN nullif(c.reply_to, '!call') IS DISTINCT FROM nullif(x.r, '!call') THEN 'reply_to'
                 WHEN c.max_attempts IS DISTINCT FROM x.m THEN 'max_attempts'
                 WHEN c.timeout IS DISTINCT FROM x.o THEN 'timeout'
                 WHEN c.on_exhausted IS DISTINCT FROM x.f THEN 'on_exhausted'

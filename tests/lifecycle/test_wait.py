@@ -1,0 +1,253 @@
+"""bus.wait and bus.wait_all: every outcome of a command that was sent plainly, in either bus."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from typing import Any
+
+import psycopg
+import pytest
+
+from commandbus import (
+    BusClosedError,
+    BusinessRuleException,
+    CallTimeoutError,
+    CommandBus,
+    CommandCanceledError,
+    CommandFailedError,
+    CommandInTroubleshootingError,
+    CommandNotFoundError,
+    CommandStatus,
+    HandlerRegistry,
+    InvalidCommandError,
+    PermanentCommandError,
+    Worker,
+)
+from commandbus.cli.exit_codes import ExitCode, code_for
+from support.calling import LISTENERS, Caller, caller_of, listeners, until_listening
+from support.waiting import one, until
+from support.workers import quick_settings
+
+SOON = 15.0
+COMPLETED, PENDING = CommandStatus.COMPLETED, CommandStatus.PENDING
+
+
+@pytest.fixture
+def bus(database: str) -> Iterator[CommandBus]:
+    with CommandBus(database) as bus:
+        bus.create_domain("orders")
+        yield bus
+
+
+@pytest.fixture
+def db(database: str) -> Iterator[psycopg.Connection[Any]]:
+    with psycopg.connect(database, autocommit=True) as conn:
+        yield conn
+
+
+@pytest.fixture(params=["sync", "async"])
+def caller(request: pytest.FixtureRequest, database: str, bus: CommandBus) -> Iterator[Caller]:
+    with caller_of(request.param, database) as caller:
+        yield caller
+
+
+@pytest.fixture
+def gate() -> Iterator[threading.Event]:
+    gate = threading.Event()
+    yield gate
+    gate.set()
+
+
+@pytest.fixture
+def held() -> threading.Event:
+    return threading.Event()
+
+
+@pytest.fixture
+def start(
+    database: str, bus: CommandBus, gate: threading.Event, held: threading.Event
+) -> Iterator[Callable[[], Worker]]:
+    handlers = HandlerRegistry()
+    handlers.register("orders", "echo", lambda command, ctx: command.data)
+
+    @handlers.handler("orders", "refuse")
+    def refuse(command: Any, ctx: Any) -> Any:
+        raise BusinessRuleException("no such order", code="NO_ORDER")
+
+    @handlers.handler("orders", "give_up")
+    def give_up(command: Any, ctx: Any) -> Any:
+        raise PermanentCommandError("the label is torn", code="TORN")
+
+    @handlers.handler("orders", "hold")
+    def hold(command: Any, ctx: Any) -> Any:
+        held.set()
+        assert gate.wait(20)
+        return command.data
+
+    started: list[Worker] = []
+
+    def start() -> Worker:
+        started.append(Worker(handlers, settings=quick_settings(database), name="test"))
+        started[-1].start()
+        return started[-1]
+
+    yield start
+    gate.set()
+    for worker in started:
+        worker.stop(wait=4)
+
+
+def wait(caller: Caller, *args: Any, **kwargs: Any) -> Future[Any]:
+    return caller._do(caller.bus.wait, *args, **kwargs)
+
+
+def wait_all(caller: Caller, *args: Any, **kwargs: Any) -> Future[Any]:
+    return caller._do(caller.bus.wait_all, *args, **kwargs)
+
+
+def test_the_result_of_what_was_sent_before(
+    caller: Caller, db: psycopg.Connection[Any], start: Any, gate: threading.Event, held: threading.Event
+) -> None:
+    """It waits, it runs, it is done: each time the caller gets the result. The row is not changed."""
+    sent = caller.send("orders", "hold", {"n": 1}, command_id="o-1")
+    waiting = [
+        wait(caller, "orders", "o-1"),
+        wait(caller, sent),
+        caller.call("orders", "hold", {"n": 1}, command_id="o-1"),
+    ]
+    until(lambda: listeners(db) == 1)
+    start()
+    assert held.wait(SOON)
+    waiting.append(wait(caller, "orders", "o-1"))
+    assert not any(each.done() for each in waiting)
+    gate.set()
+    assert [each.result(SOON) for each in waiting] == [{"n": 1}] * 4
+    assert wait(caller, sent, wait=0).result(SOON) == {"n": 1}
+    assert one(db, "SELECT reply_to IS NULL FROM commandbus.command")
+    assert not caller.send("orders", "hold", {"n": 1}, command_id="o-1").created
+
+
+def test_a_command_that_is_called_or_has_a_queue_of_its_own(caller: Caller, bus: CommandBus, start: Any) -> None:
+    bus.create_queue("answers")
+    caller.send("orders", "echo", 1, command_id="replied", reply_to="answers")
+    called = caller.call("orders", "echo", 2, command_id="called")
+    until(lambda: bus.get_command("orders", "called"))
+    waiting = [wait(caller, "orders", name) for name in ("replied", "called")]
+    start()
+    assert [each.result(SOON) for each in (*waiting, called)] == [1, 2, 2]
+    (reply,) = bus.queues.read("answers")
+    assert reply.message["result"] == 1
+
+
+def test_other_outcomes_raise(caller: Caller, bus: CommandBus, start: Any) -> None:
+    sent = {name: caller.send("orders", name) for name in ("refuse", "give_up")}
+    canceled = caller.send("orders", "echo", delay=600)
+    waiting = wait(caller, canceled)
+    bus.cancel("orders", canceled.command_id, operator="ann", reason="mistake")
+    start()
+    with pytest.raises(CommandCanceledError, match="mistake"):
+        waiting.result(SOON)
+    with pytest.raises(CommandFailedError, match="NO_ORDER") as raised:
+        wait(caller, sent["refuse"]).result(SOON)
+    assert raised.value.command_id == sent["refuse"].command_id
+    assert code_for(raised.value) is ExitCode.NO
+    with pytest.raises(CommandInTroubleshootingError, match="TORN"):
+        wait(caller, sent["give_up"]).result(SOON)
+    found = wait_all(caller, [*sent.values(), canceled]).result(SOON)
+    assert [each.status for each in found] == ["FAILED", "IN_TROUBLESHOOTING_QUEUE", "CANCELED"]
+    assert found[0].error_code == "NO_ORDER"
+
+
+def test_many_come_in_order_within_one_wait(caller: Caller, bus: CommandBus, start: Any) -> None:
+    sent = bus.send_many("orders", [{"command_type": "echo", "data": n} for n in range(450)])
+    waiting = wait_all(caller, [*sent, sent[0][:2]], wait=30)
+    start()
+    found = waiting.result(60)
+    assert [each.result for each in found] == [*range(450), 0]
+    assert {each.status for each in found} == {COMPLETED}
+    late = caller.send("orders", "echo", delay=600)
+    began = time.monotonic()
+    found = wait_all(caller, [sent[0], late, late], wait=0.3).result(SOON)
+    assert [each.status for each in found] == [COMPLETED, PENDING, PENDING]
+    assert time.monotonic() - began >= 0.3
+    assert wait_all(caller, []).result(SOON) == []
+
+
+def test_it_ends_in_its_own_time(caller: Caller) -> None:
+    sent = caller.send("orders", "echo")
+    began = time.monotonic()
+    with pytest.raises(CallTimeoutError, match=r"bus\.wait\('orders', "):
+        wait(caller, sent, wait="300ms").result(SOON)
+    assert 0.3 <= time.monotonic() - began < 3
+
+
+def test_what_does_not_exist_or_is_no_command_is_refused_at_once(
+    caller: Caller, bus: CommandBus, database: str
+) -> None:
+    sent = caller.send("orders", "echo")
+    with pytest.raises(CommandNotFoundError, match="'nobody' of domain 'orders' does not exist"):
+        wait(caller, "orders", "nobody").result(SOON)
+    with pytest.raises(CommandNotFoundError, match="'nobody'"):
+        wait_all(caller, [sent, ("orders", "nobody")]).result(SOON)
+    with psycopg.connect(database) as conn:
+        bus.send("orders", "echo", command_id="uncommitted", conn=conn)
+        with pytest.raises(CommandNotFoundError, match="not committed"):
+            wait(caller, "orders", "uncommitted").result(SOON)
+    for wrong in (("orders",), (sent, "x"), (7, "x")):
+        with pytest.raises(TypeError):
+            wait(caller, *wrong).result(SOON)
+    with pytest.raises(TypeError, match="names no command"):
+        wait_all(caller, [7]).result(SOON)
+    with pytest.raises(InvalidCommandError, match="wait"):
+        wait(caller, sent, wait="soon").result(SOON)
+
+
+def test_a_command_that_is_removed_meanwhile(caller: Caller, db: psycopg.Connection[Any]) -> None:
+    waiting = wait(caller, caller.send("orders", "echo", delay=600))
+    until_listening(db)
+    db.execute("DELETE FROM commandbus.command")
+    with pytest.raises(CommandNotFoundError, match="is gone"):
+        waiting.result(SOON)
+
+
+def test_it_goes_on_after_its_connection_was_ended(
+    caller: Caller, db: psycopg.Connection[Any], start: Any, gate: threading.Event
+) -> None:
+    start()
+    waiting = wait_all(caller, [caller.send("orders", "hold", n) for n in range(3)])
+    first = until_listening(db)
+    assert one(db, "SELECT pg_terminate_backend(%s, 10000)", first)
+    until_listening(db, not_pid=first)
+    gate.set()
+    assert [each.result for each in waiting.result(SOON)] == [0, 1, 2]
+
+
+def test_a_bus_that_is_closed_tells_those_who_wait(caller: Caller, db: psycopg.Connection[Any]) -> None:
+    waiting = [wait(caller, caller.send("orders", "echo")), wait_all(caller, [caller.send("orders", "echo")])]
+    until_listening(db)
+    caller.close()
+    for each in waiting:
+        with pytest.raises(BusClosedError):
+            each.result(SOON)
+
+
+def test_many_waiters_share_few_statements(caller: Caller, db: psycopg.Connection[Any]) -> None:
+    """Forty wait for one second and more: the listener looks for all of them at once, with growing pauses."""
+    sent = [caller.send("orders", "echo", delay=600) for _ in range(40)]
+    waiting = [wait(caller, each, wait=2) for each in sent]
+    until_listening(db)
+    queries: set[Any] = set()
+
+    def looked() -> bool:
+        query = f"SELECT query_start FROM pg_stat_activity WHERE {LISTENERS} AND query LIKE '%%outcomes%%'"
+        queries.update(db.execute(query.encode()).fetchall())
+        return all(each.done() for each in waiting)
+
+    until(looked)
+    assert len(queries) < 60  # one by one, it would be hundreds
+    for each in waiting:
+        with pytest.raises(CallTimeoutError):
+            each.result(SOON)
