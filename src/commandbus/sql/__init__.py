@@ -1,4 +1,4 @@
-"""The SQL: one statement a file, named by intent; `migrations/` holds the schema, numbered.
+"""The SQL: one statement per file, named by what it does; `migrations/` holds the schema, numbered.
 
 `text(name, domain=…)` fills in the names of a domain's queue. Only names that passed `model/names.py` get there,
 so they need no quoting; everything else travels as a parameter.

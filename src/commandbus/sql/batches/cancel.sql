@@ -1,9 +1,9 @@
--- Cancels many members of a batch at once, like commands/cancel.sql. Members that nobody runs become CANCELED; members
--- that somebody runs are asked to stop. Returns what a reply needs, and what was done (ASKED: somebody had asked
--- before). Members that are not PENDING, or were moved meanwhile, are not returned.
+-- Cancels many members of a batch at once, like commands/cancel.sql. Members that no worker runs become CANCELED; running
+-- members are asked to stop. Returns what a reply needs, and what was done (ASKED: somebody had asked before). Members that
+-- are not PENDING, or were moved meanwhile, are not returned.
 --
--- Locks: queue rows in key order (waits for claims and settlements in flight, then sees what became of them), then
--- command rows, found by the message that names them. Indexes: the command's key, the queue's key. The caller's next
+-- Locks: queue rows in key order (waits for claims and settlements that are not committed yet, then sees their result),
+-- then command rows, found by the message that names them. Indexes: the command's key, the queue's key. The caller's next
 -- statement deletes the rows of `parked`.
 WITH target AS MATERIALIZED (
     SELECT id, msg_id, attempt_base FROM commandbus.command

@@ -1,6 +1,7 @@
--- Adds what happened to batches to their rows, and finishes the batches that are complete. A batch is complete when it
--- is closed and all its members are final. Returns the batches that it could lock. Somebody else holds the others; they
--- must be folded again. A batch without a delta is left as it is (closing a batch writes a delta of zeros).
+-- Adds the deltas of batches to their rows, and finishes the batches that are complete. A batch is complete when it is
+-- closed and all its members are final. Returns the batches that it could lock. The others are locked by another
+-- transaction, and must be folded again. A batch without a delta is left as it is (closing a batch writes a delta of
+-- zeros).
 --
 -- Locks: batch rows in key order, SKIP LOCKED, then their deltas. A delta that was committed after our snapshot stays
 -- for the next fold. Members are added only before the close, and the fold of the close sees them all, so a row that

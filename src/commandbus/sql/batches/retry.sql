@@ -1,9 +1,9 @@
 -- Sends the FAILED members of a batch again, as members of another batch. Each has the same content, and a command_id
--- that is made of the failed command's id, so no member is sent again twice. Returns how many were sent, how many were
--- looked at, and the last id of those.
+-- that is made from the failed command's id, so no member is sent again twice. Returns how many were sent, how many were
+-- looked at, and the last id that was looked at.
 --
--- Locks and indexes as in commands/send_many.sql. The failed commands are read in the order of command_batch. Replies
--- to bus.call are not kept: that caller has gone.
+-- Locks and indexes as in commands/send_many.sql. The failed commands are read in the order of command_batch. The new
+-- commands send no reply to bus.call, because that caller has gone.
 WITH picked AS MATERIALIZED (
     SELECT pg_catalog.encode(pg_catalog.substr(pg_catalog.sha256(pg_catalog.convert_to(
                'commandbus: retry of command ' || id::text, 'UTF8')), 1, 16), 'hex')::uuid::text

@@ -1,8 +1,8 @@
--- How many members of each batch of a domain are running. A command runs while somebody holds it under a valid lease. A
+-- How many members of each batch of a domain are running. A command runs while a worker holds it under a valid lease. A
 -- process runs if it has begun and not ended.
 --
--- Locks: none. Index: q_*_vt_idx (what is held becomes visible within a day, what is parked in years), then the
--- command's key; process_unfinished.
+-- Locks: none. Index: q_*_vt_idx (a held row becomes visible within a day, a parked row in years), then the command's key;
+-- process_unfinished.
 SELECT c.batch, pg_catalog.count(*)
   FROM (SELECT msg_id, message ->> 'command'::text AS command
           FROM pgmq.{queue}

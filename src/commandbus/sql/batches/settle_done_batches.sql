@@ -1,4 +1,4 @@
--- The part of commands/settle_done.sql that is about batches: members are counted in batch_delta, one row per batch and statement.
+-- The part of commands/settle_done.sql about batches: members are counted in batch_delta, one row per batch and statement.
 --
 -- Locks: new rows of batch_delta.
 ), counted AS (

@@ -1,5 +1,5 @@
--- Batches that need work: those with something to fold, and those whose cancellation is not done. Leaves out those that
--- were refused a moment ago.
+-- Batches that need work: those with something to fold, and those whose cancellation is not done. Leaves out batches that
+-- could not be locked a moment ago.
 --
 -- Locks: none. Indexes: batch_delta_batch, batch_to_cancel.
 (SELECT DISTINCT batch, NULL::text AS domain, NULL::text AS holds, NULL::text AS cancel

@@ -1,4 +1,4 @@
--- What workers have counted of one command type: whether the worker is alive, when it told its counts, and the counts.
+-- The counts of workers for one command type: whether the worker is alive, when it sent its counts, and the counts.
 -- Workers that ended or died since a given moment are included: their last counts still count.
 -- Locks: none. `worker` has a row for each worker of a day.
 SELECT is_live, extract(epoch FROM heartbeat_at)::float8, counts

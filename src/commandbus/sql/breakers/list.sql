@@ -1,6 +1,6 @@
--- All breakers, of command types and of limits, for people. Only what lies within the window counts. `others` are the
--- attempts of the type that ended in another way since the first bad one began, by the workers' last counts. A worker
--- that says "more than I remember" counts as 1000.
+-- All breakers, of command types and of limits, for people. Only attempts within the window count. `others` are the
+-- attempts of the type that ended in another way since the first bad one began, by the workers' last counts. If a worker
+-- reports more than it remembers, its attempts count as 1000.
 -- Locks: none. Indexes: parked_reason, parked_limit, the command's key. `worker` has a row for each worker of a day.
 SELECT 'type', b.domain || '/' || b.command_type, b.state,
        CASE WHEN b.state <> 'CLOSED' OR pg_catalog.count(r.at) > 0 THEN b.reason END, b.opened_at, b.until, c.command_id,

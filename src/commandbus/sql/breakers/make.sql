@@ -1,4 +1,4 @@
--- Locks one breaker that the caller wants to move, and makes it if there is none. Writes its options anew.
+-- Locks one breaker that the caller wants to move, and makes it if there is none. Overwrites its options.
 -- Locks: the row. Index: breaker_pkey.
 INSERT INTO commandbus.breaker AS b (domain, command_type, window_seconds, reset, refuses)
 VALUES (%(domain)s, %(type)s, %(window)s, %(reset)s, %(refuses)s)

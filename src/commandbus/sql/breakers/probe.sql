@@ -1,9 +1,8 @@
--- Lets one command that a breaker has parked go, as its probe. Returns no row if none is parked. It chooses the command
--- that was parked first among those that never probed in vain (`vain` has one entry for each vain probe), else the one
--- with the fewest vain probes.
--- Locks: its queue row (a command that somebody is canceling is passed over), then its parked row. Indexes:
--- parked_reason, in its order, the queue's key. With `=` on the type, the planner might read and sort everything that
--- is parked.
+-- Makes one command that a breaker has parked its probe. Returns no row if none is parked. It chooses the command that was
+-- parked first among those that have never failed as the probe, or else the one with the fewest failed probes (`vain` has
+-- one entry for each failed probe).
+-- Locks: its queue row (skips a command that somebody is canceling), then its parked row. Indexes: parked_reason, in its
+-- order, the queue's key. With `=` on the type, the planner might read and sort all parked rows.
 WITH fresh AS MATERIALIZED (
     SELECT p.seq, p.command, q.msg_id
       FROM commandbus.parked p JOIN pgmq.{queue} q ON q.msg_id = p.msg_id

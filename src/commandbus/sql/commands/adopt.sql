@@ -1,9 +1,9 @@
--- Makes commands of raw messages that another PGMQ client sent. The messages become thin, like ours. They go back to
+-- Turns raw messages, which another PGMQ client sent, into commands. The messages become thin, like ours. They go back to
 -- the queue: the next claim finds an ordinary command, and its attempts are counted from there.
 --
 -- Locks: queue rows that this worker has just claimed, then new command rows. It waits for a locked queue row, because
--- another claimer may be looking at it until its statement ends. If it skipped that row, a good message would be taken
--- for a bad one. Indexes: the queue's key, command_domain_command_id_key.
+-- another claimer may lock it until its statement ends. If it skipped that row, a good message would be rejected as a bad
+-- one. Indexes: the queue's key, command_domain_command_id_key.
 WITH input AS MATERIALIZED (
     SELECT * FROM pg_catalog.json_to_recordset(%(rows)s::json)
         AS x(m bigint, k integer, i text, t text, x integer, c text, r text, h json, d json, o float8, e float8,

@@ -1,11 +1,11 @@
--- Cancels a command. If nobody runs it, its queue row is deleted and the command is CANCELED. If somebody runs it, the
--- request is written into the row's headers and the domain's workers are told; an earlier request stays. Returns what a
+-- Cancels a command. If no worker runs it, its queue row is deleted and the command is CANCELED. If a worker runs it, the
+-- request is written into the row's headers and the domain's workers are notified; an earlier request stays. Returns what a
 -- reply needs, and which of the two was done; no row if there is nothing to cancel.
 --
--- Locks: the queue row (waits for a claim or a settlement in flight, then sees what became of it), then the command
--- row. Both writes go by key, because what we waited for has moved the row. Indexes: command_domain_command_id_key, the
--- queue's key. The caller's next statement deletes the row of `parked`: if we waited for the command to be parked, that
--- row is not in our snapshot.
+-- Locks: the queue row (waits for a claim or a settlement that is not committed yet, then sees its result), then the
+-- command row. Both writes go by key, because the transaction that we waited for has moved the row. Indexes:
+-- command_domain_command_id_key, the queue's key. The caller's next statement deletes the row of `parked`: if we waited for
+-- a transaction that parked the command, that row is not in our snapshot.
 WITH target AS MATERIALIZED (
     SELECT id, msg_id, attempt_base FROM commandbus.command
      WHERE domain = %(domain)s AND command_id = %(command_id)s AND status OPERATOR(pg_catalog.=) 'PENDING'

@@ -1,5 +1,5 @@
 -- Can this session be the one that a handler's child process names as its own? It must have our role and database, be
--- younger than the attempt, and not belong to commandbus. A handler may have renamed it. Locks: none.
+-- younger than the attempt, and not belong to commandbus. (The handler may have renamed it.) Locks: none.
 SELECT pid
   FROM pg_catalog.pg_stat_activity
  WHERE pid = %(pid)s

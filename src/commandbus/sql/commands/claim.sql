@@ -1,33 +1,32 @@
 -- Claims up to n visible messages of one domain and returns what to run.
 --
--- Locks: queue rows, SKIP LOCKED, so claimers never wait for each other or for anybody; no other table's rows.
+-- Locks: queue rows, SKIP LOCKED, so claimers never wait for any transaction; no other table's rows.
 -- Index: q_*_vt_idx, a range scan from the claimer's cursor. The order is by vt, not by msg_id, so that delayed
--- messages are not in the way; now() instead of clock_timestamp() lets the index be used at all. The cursor is compared
--- as a row: without statistics, PostgreSQL takes a range with two plain bounds for a two-hundredth of the table, and
--- would sort everything that is visible instead of walking along the index. `sign(n) = 1` is always true. A plan for
--- these values does not contain it; a generic plan guesses few rows by it. Without it, the generic plan would look more
--- expensive than it is, and the server would plan every claim of a large queue anew (a tenth of a claim of 200).
+-- messages are not in the way. Only with now(), not with clock_timestamp(), can the index be used. The cursor is compared
+-- as a row: without statistics, PostgreSQL estimates a range with two plain bounds as a two-hundredth of the table, and
+-- would sort all visible rows instead of walking along the index. `sign(n) = 1` is always true. A plan for these values
+-- does not contain it, but it makes a generic plan expect few rows. Without it, the generic plan would look more
+-- expensive than it is, and the server would plan every claim of a large queue again (a tenth of a claim of 200).
 --
 -- The update goes by ctid, and the command rows by their key inside a LATERAL that cannot be flattened. So no estimate
--- of the backlog can turn either into a scan. The domain is compared outside of it. Inside, it would offer the planner
--- command_domain_command_id_key, which looks as good as the key while the table is small (ADR 15).
+-- of the backlog can turn either into a scan. The domain is compared outside the LATERAL. Inside, it would offer the
+-- planner command_domain_command_id_key, which looks as good as the key while the table is small (ADR 15).
 --
--- `kind` is always true, unless a flood of raw messages is in the queue. Then it tells commands from raw messages
+-- `kind` is always true, unless a flood of raw messages is in the queue. Then it distinguishes commands from raw messages
 -- (flow/commands/claim.py).
 --
 -- One row write each: read_ct, vt and the holder. If the worker that held a row has vanished, the row keeps that holder
 -- under "before" until flow/commands/claim.py has recorded the lost attempt.
 --
 -- A command is marked if its type is paused, or if the breaker of its type is not closed and the command is not the
--- probe. flow/commands/claim.py parks marked commands. Pauses and breakers are looked up once, and not at all if
--- nothing was claimed.
+-- probe. flow/commands/claim.py parks marked commands. Pauses and breakers are read once, and only if something was
+-- claimed.
 --
--- A message belongs to a command only if the command says so, too (msg_id and domain), and the command waits. Any
+-- A message belongs to a command only if the command names the message, too (msg_id and domain), and the command waits. Any
 -- client can write {"command": 7}, even with the msg_id of a command that has ended. The rest of a message and its
--- headers is not read here: 81 KB of jsonb can be a gigabyte of text. Moments and counts are clamped to what Python and
--- the next claim can handle, because a foreign client may write any value, even -infinity. Moments come as numbers,
--- because timestamps are slow to write and to read in every row. Python makes a datetime of `created_at` if somebody
--- asks for it.
+-- headers are not read here: 81 KB of jsonb can be a gigabyte of text. Moments and counts are clamped to what Python and
+-- the next claim can handle, because another client may write any value, even -infinity. Moments come as numbers,
+-- because timestamps are slow to write and to read in every row. Python makes a datetime of `created_at` only on request.
 WITH picked AS MATERIALIZED (
     SELECT ctid, vt
       FROM pgmq.{queue}

@@ -1,6 +1,6 @@
--- How much work of one domain could be claimed now, how long the first of it has waited, and how many commands need a
--- person. Counts up to a given number. A paused domain has nothing to claim. A message waits from the moment at which
--- it could be claimed, but not from before it was there.
+-- How much work of one domain could be claimed now, how long the first message has waited, and how many commands need a
+-- person. Counts up to a given number. A paused domain has nothing to claim. A message waits from the moment at which it
+-- could be claimed, but at the earliest from when it was sent.
 --
 -- Locks: none. Indexes: q_*_vt_idx up to now, tsq_domain_type.
 WITH claimable AS (

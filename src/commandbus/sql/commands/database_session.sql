@@ -1,5 +1,5 @@
--- What a session is doing, and who blocks it. The session is named by its process id and its start, because the id
--- alone may belong to somebody else by now. The server hides the text and the start of other roles' sessions. Locks:
+-- What a session is doing, and which sessions block it. The session is named by its process id and its start, because the
+-- id alone may belong to another session by now. The server hides the text and the start of other roles' sessions. Locks:
 -- none.
 SELECT a.pid, a.state, pg_catalog.left(a.query, 4000), a.wait_event_type, a.wait_event,
        extract(epoch FROM pg_catalog.now() - a.xact_start)::float8,

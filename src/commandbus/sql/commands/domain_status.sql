@@ -1,6 +1,6 @@
 -- The counts of one domain. A parked command whose turn has come (woken_at) does not count as parked. A message waits
--- from the moment at which it could be claimed, but not from before it was there: it may have been sent for an instant
--- long ago.
+-- from the moment at which it could be claimed, but at the earliest from when it was sent: it may have been sent for an
+-- instant long ago.
 -- Locks: none. Reads the queue once.
 SELECT pg_catalog.count(*) FILTER (WHERE NOT held AND vt <= pg_catalog.now()),
        pg_catalog.count(*) FILTER (WHERE NOT held AND vt > pg_catalog.now())

@@ -1,4 +1,4 @@
--- Commands that should have started by now, after a given one, in the order of their expiry, and whether they are PENDING.
+-- Commands whose expiry has passed, after a given one, in the order of their expiry, and whether they are PENDING.
 -- Locks: none. Index: command_expires.
 SELECT id, domain, expires_at, status OPERATOR(pg_catalog.=) 'PENDING'
   FROM commandbus.command

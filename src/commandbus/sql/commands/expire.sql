@@ -1,8 +1,8 @@
--- Ends commands that have not started in time and that nobody runs: CANCELED, with an attempt row that says EXPIRED. Returns
--- what a reply needs. Of those that are PENDING, but held by a worker or locked, it returns the id alone: to be asked again.
+-- Ends commands that have not started in time and that no worker runs: CANCELED, with an attempt row that says EXPIRED.
+-- Returns what a reply needs. For a PENDING command that a worker holds or that is locked, returns only the id: ask again.
 --
 -- Locks: queue rows, SKIP LOCKED, then command rows, found by the message that names them. Indexes: the command's key, the
--- queue's key. Rows in `parked` are the caller's next statement.
+-- queue's key. The caller's next statement deletes the rows of `parked`.
 WITH target AS MATERIALIZED (
     SELECT id, msg_id FROM commandbus.command
      WHERE id = ANY (%(ids)s::bigint[]) AND status OPERATOR(pg_catalog.=) 'PENDING' AND expires_at <= pg_catalog.now()

@@ -1,4 +1,4 @@
--- The commands of a domain that somebody is running. Locks: none. Reads the queue once, then the command's key.
+-- The commands of a domain that a worker is running. Locks: none. Reads the queue once, then the command's key.
 SELECT c.id
   FROM (SELECT msg_id, message ->> 'command'::text AS command
           FROM pgmq.{queue}

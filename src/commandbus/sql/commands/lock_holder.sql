@@ -1,5 +1,5 @@
 -- The session that holds an attempt's advisory lock. This finds a session behind PgBouncer, where a remembered pid may
--- belong to somebody else by now. Locks: none.
+-- belong to another session by now. Locks: none.
 SELECT l.pid, (extract(epoch FROM a.backend_start) * 1000000::numeric)::bigint
   FROM pg_catalog.pg_locks l
   JOIN pg_catalog.pg_stat_activity a ON a.pid = l.pid AND a.backend_start IS NOT NULL

@@ -1,6 +1,6 @@
 -- In how many seconds the next delayed message of a domain becomes visible. Returns no row if there is none within the
--- time asked for, or if the domain is paused. Locks: none. Index: q_*_vt_idx, between now and then. The range is
--- bounded, because under a long-open transaction the index still has the ends of all leases that were settled since.
+-- given time, or if the domain is paused. Locks: none. Index: q_*_vt_idx, between now and the end of that time. The range
+-- is bounded, because during a long transaction the index still has the ends of all leases that were settled since.
 SELECT extract(epoch FROM vt - pg_catalog.clock_timestamp())::float8
   FROM pgmq.{queue}
  WHERE vt > pg_catalog.now()

@@ -1,14 +1,14 @@
 -- Parks claimed commands whose type is paused, whose breaker is not closed, or for which their worker has no handler
--- (`k`). They take no slot and no lease, and are not charged. If the pause was lifted or the breaker closed meanwhile,
--- a command goes back to the queue instead. A command that somebody asked to cancel after the claim is left held and
+-- (`k`). They take no slot and no lease, and are not charged. If the pause ended or the breaker closed meanwhile, a
+-- command goes back to the queue instead. A command that somebody asked to cancel after the claim stays held and is
 -- returned, because clearing its holder would lose the request.
 --
--- If a limit has left a row in `parked`, it is overwritten: the command's turn there is over. Only a command that waits
--- for a handler keeps it: the worker that has the handler takes it within moments, and with it the reserved permit.
--- Locks: pause rows (FOR KEY SHARE: a resume waits for us and then finds what we parked; breakers/hold.sql, the
--- statement before, has locked the breaker rows), queue rows, command rows, in this order. It waits for a queue row
--- that another claimer looks at. A row that it skipped would stay leased to a worker that does not know about it.
--- Index: the queue's key.
+-- If a limit has left a row in `parked`, it is overwritten: the command's turn at the limit is over. Only a command that
+-- waits for a handler keeps that row: a worker with the handler takes the command soon, together with the reserved permit.
+-- Locks: pause rows (FOR KEY SHARE: a resume waits for us and then finds the commands that we parked; breakers/hold.sql,
+-- the statement before, has locked the breaker rows), queue rows, command rows, in this order. It waits for a queue row
+-- that another claimer has locked. If it skipped the row, the row would stay leased to a worker that does not know about
+-- it. Index: the queue's key.
 WITH paused AS MATERIALIZED (
     SELECT command_type FROM commandbus.pause WHERE domain = %(domain)s FOR KEY SHARE
 ), input AS MATERIALIZED (

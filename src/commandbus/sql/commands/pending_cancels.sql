@@ -1,5 +1,4 @@
--- Which of these attempts, still held by this worker, has somebody asked to cancel? Locks: none. Index: the queue's
--- key.
+-- Which of the attempts that this worker still holds has somebody asked to cancel? Locks: none. Index: the queue's key.
 SELECT i.m, i.r, q.headers -> 'cancel'::text ->> 'by'::text, q.headers -> 'cancel'::text ->> 'reason'::text
   FROM unnest(%(msg_ids)s::bigint[], %(read_cts)s::integer[], %(commands)s::bigint[]) AS i(m, r, c)
  CROSS JOIN LATERAL (

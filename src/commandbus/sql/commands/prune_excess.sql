@@ -1,6 +1,6 @@
 -- Removes a bite of the oldest rows of a table of things that were set aside, if it has more than `count` rows
--- (estimated by its ids) or more than `bytes` (as stored, without reading them). Sizes are added up only if the table
--- is that large.
+-- (estimated by its ids) or more than `bytes` (as stored, without reading them). Row sizes are added up only if the whole
+-- table is larger than that.
 -- Locks: the rows themselves. Index: the key.
 WITH newest AS MATERIALIZED (
     SELECT pg_catalog.max(id) AS id FROM commandbus.{table}

@@ -1,7 +1,7 @@
 -- The queue's side of some commands: when each is visible, how often it was read, who holds it, what it is parked for,
--- who asked to cancel it, the progress that its handler told, and until when and why it is parked. If a breaker was
--- opened again since it parked a command, what the breaker says now counts. For a command that a limit has parked, this
--- names the limit; the caller asks for the state of that limit. A command whose turn has come (woken_at) is not parked
+-- who asked to cancel it, the progress that its handler reported, and until when and why it is parked. If a breaker was
+-- opened again after it parked a command, the breaker's present reason counts. For a command that a limit has parked, this
+-- names the limit; the caller reads the state of that limit. A command whose turn has come (woken_at) is not parked
 -- any more.
 -- Locks: none. Indexes: the queue's key, parked_domain_msg_id_key, breaker_pkey.
 SELECT q.msg_id, q.vt, q.read_ct, CASE WHEN pg_catalog.jsonb_typeof(q.headers -> 'held_by'::text) = 'string'

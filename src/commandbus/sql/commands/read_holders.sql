@@ -1,6 +1,6 @@
 -- Who held queue rows before, last first, as far as the headers say so. A worker that died before it could record its
--- predecessor has left a chain. A foreign client may have written anything, so this returns only what looks like ours,
--- and no more of it than we would write.
+-- predecessor has left a chain. Another client may have written anything, so this returns only what looks like ours,
+-- and no more than we would write.
 -- Locks: none. Index: the queue's key.
 WITH RECURSIVE chain AS (
     SELECT msg_id, 1 AS level, headers -> 'before'::text AS b

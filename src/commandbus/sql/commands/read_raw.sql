@@ -1,8 +1,8 @@
--- The text of raw messages that this worker has just claimed: as many of them, in their order, as fit into one bite. Of
+-- The text of raw messages that this worker has just claimed: as many of them, in their order, as fit into one bite. For
 -- a message that is too long, only the length is returned. Two kinds of messages are never turned into text: those
--- nested too deep for the server's own stack ('deep'), and those with a number whose text is far longer than itself
--- (1e131071: 'number'). A text that is too long is dropped before anything sorts or copies it, so of large messages the
--- server holds one at a time.
+-- nested too deeply for the server's own stack ('deep'), and those with a number whose text is far longer than the number
+-- itself (1e131071: 'number'). A text that is too long is dropped before the statement sorts or copies it, so the server
+-- holds only one large message at a time.
 -- Locks: none. Index: the queue's key.
 SELECT msg_id, flaw, size, text
   FROM (SELECT msg_id, flaw, size, text,

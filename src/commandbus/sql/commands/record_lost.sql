@@ -2,8 +2,8 @@
 -- found these attempts under "before" in the queue row's headers. Returns those that somebody asked to cancel since
 -- this worker claimed them.
 --
--- Locks: queue rows that this worker holds (nobody else writes them, only a renewal by the same worker), then command
--- rows, then new attempt rows. Indexes: the queue's key, the command's key. Idempotent: a second run finds no "before".
+-- Locks: queue rows that this worker holds (only a renewal by the same worker writes them, too), then command rows, then
+-- new attempt rows. Indexes: the queue's key, the command's key. Idempotent: a second run finds no "before".
 WITH input AS MATERIALIZED (
     SELECT * FROM pg_catalog.json_to_recordset(%(rows)s::json)
         AS x(m bigint, r integer, c bigint, n integer, w text, s timestamptz, e text)

@@ -1,4 +1,4 @@
--- Extends the leases that a worker still holds, and stores the progress that their handlers told. Returns those that
+-- Extends the leases that a worker still holds, and stores the progress that their handlers reported. Returns those that
 -- were not renewed (they are lost, or were skipped), and those that somebody asked to cancel.
 --
 -- SKIP LOCKED: a row that another transaction holds must not starve the others. It is neither lost nor renewed; the

@@ -1,4 +1,4 @@
--- Sends replies to one queue, and wakes those who listen for them. Locks: new queue rows.
+-- Sends replies to one queue, and notifies the programs that wait for them. Locks: new queue rows.
 WITH queued AS (
     INSERT INTO pgmq.{queue} (vt, message)
     SELECT pg_catalog.clock_timestamp(), value FROM pg_catalog.jsonb_array_elements(%(messages)s::jsonb)

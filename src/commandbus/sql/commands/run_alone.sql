@@ -1,5 +1,5 @@
--- Notes in the queue row of a suspect that was lost before that it starts now, alone. If the row is lost again, whoever
--- finds it charges the command. Returns nothing if this worker does not hold the row, or if somebody has locked it.
+-- Notes in the queue row of a suspect that was lost before that it starts now, alone. If the row is lost again, the worker
+-- that finds it charges the command. Returns no row if this worker does not hold the row, or if the row is locked.
 --
 -- Locks: that queue row, SKIP LOCKED. Index: the queue's key.
 UPDATE pgmq.{queue}

@@ -1,9 +1,10 @@
 -- Sends one command: its row and its queue row (two row writes), and a NOTIFY if an idle worker asked for one.
 --
--- Locks: none that another sender could wait for, unless both use one command_id. Then the unique constraint makes the
--- second wait for the first one's commit and insert nothing. Indexes: command_domain_command_id_key.
--- vt is clock_timestamp(), not now(): a transaction that began long ago must not send into the claimers' past. Nor does
--- a moment in the past (`at`): claims go by vt, so such a command would overtake all that were sent before it.
+-- Locks: none that another sender could wait for, unless both use the same command_id. Then the unique constraint makes the
+-- second sender wait for the first one's commit and insert nothing. Indexes: command_domain_command_id_key.
+-- vt is clock_timestamp(), not now(): claims go by vt, so a command of a long transaction must not get a vt that claimers
+-- have already passed. A moment in the past (`at`) is not used either: such a command would overtake all that were sent
+-- before it.
 WITH sent AS (
     INSERT INTO commandbus.command (domain, command_id, command_type, msg_id, max_attempts, correlation_id,
                                     reply_to, headers, data, timeout, on_exhausted, expires_at)

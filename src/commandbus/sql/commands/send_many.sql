@@ -1,11 +1,11 @@
 -- Sends many commands of one domain in one statement; rows is a JSON array of objects with one-letter keys.
 --
 -- Locks and indexes as in commands/send.sql. Rows whose command_id exists are left out; the caller
--- (flow/commands/send.py) looks at those and decides. Ids that the caller chose are inserted in the order of the ids,
+-- (flow/commands/send.py) looks at these and decides. Ids that the caller chose are inserted in the order of the ids,
 -- so that two senders of the same ids wait for each other instead of deadlocking. The queue keeps the caller's order.
 -- There is one NOTIFY for all, with the earliest vt. The ids are not read from the command rows, because a producer may
--- not read them. They come from the input. If all ids are ours, none can be left out, and the answer is in the order of
--- the input.
+-- not read them. They come from the input. If we generated all ids, no row can be left out, and the result is in the order
+-- of the input.
 WITH ours AS (  -- never run; named first, so that a database without our schema says that, not that the queue is missing
     SELECT FROM commandbus.command
 ), input AS MATERIALIZED (

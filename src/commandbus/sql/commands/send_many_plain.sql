@@ -1,7 +1,7 @@
--- commands/send_many.sql for the usual commands: now, with ids of ours, and nothing but type and data. Arrays are read
--- faster than JSON (3 of 13 µs a command), and the queue's rows need no join.
+-- commands/send_many.sql for the usual commands: they run now, have generated ids, and only a type and data. Arrays are
+-- read faster than JSON (3 of 13 µs a command), and the queue's rows need no join.
 --
--- What it returns is in the order of the input: nextval is called in that order, and no row can be left out. Locks,
+-- The result is in the order of the input: nextval is called in that order, and no row can be left out. Locks,
 -- indexes and the NOTIFY: commands/send_many.sql.
 WITH ours AS (  -- never run; named first, so that a database without our schema says that, not that the queue is missing
     SELECT FROM commandbus.command

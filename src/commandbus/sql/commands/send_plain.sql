@@ -1,4 +1,4 @@
--- commands/send.sql for the usual command: sent for now, with nothing but id, type and data. The other parameters, all
+-- commands/send.sql for the usual command: it runs now, and has only an id, a type and data. The other parameters, all
 -- null, would cost a sixth of the whole send.
 --
 -- The result is not read from the message, because a producer may not read messages (model/roles.py). Locks, indexes

@@ -1,12 +1,12 @@
 -- Settles attempts whose command is to be tried again: after a failure (with an attempt row), waived, or snoozed (`z`).
 -- Returns the rows that were not settled, as commands/settle_final.sql does. The fence is the same as there. The
--- command row is looked up by its key in a subquery that cannot become a join, which might read the table.
+-- command row is looked up by its key in a subquery that cannot become a join, because a join might scan the table.
 --
--- The holder is cleared, so an attempt that was abandoned cannot settle during its own back-off. Locks: queue rows in
--- key order, then command rows (of waived ones, and where the marks of trouble change). Indexes: the queue's key, the
+-- The holder is cleared, so an abandoned attempt cannot settle while its command waits for the retry. Locks: queue rows in
+-- key order, then command rows (of waived attempts, and if the marks of trouble change). Indexes: the queue's key, the
 -- command's key, the attempt's key. A command that is given back again and again for one reason (an outage of hours)
--- gets a history row less and less often: after ten attempts, each at half as many more. So there are dozens of rows,
--- not thousands.
+-- gets history rows less and less often: after ten attempts, the next row comes only after half as many more. So there are
+-- dozens of rows, not thousands.
 WITH input AS MATERIALIZED (
     SELECT * FROM pg_catalog.json_to_recordset(%(rows)s::json)
         AS x(m bigint, r integer, c bigint, n integer, t float8, d float8, w integer, k boolean, x smallint, q boolean,

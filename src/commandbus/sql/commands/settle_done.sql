@@ -1,19 +1,19 @@
 -- commands/settle_final.sql for the usual outcome: the first attempt of a command completed, without a result, a reply
--- or a process. If some were not settled, returns those that were; the caller asks commands/settle_final.sql about the
+-- or a process. If some were not settled, returns those that were; the caller then runs commands/settle_final.sql for the
 -- rest.
 --
--- `messages` and `started` have an element for each number from first + 1 on: the msg_id of the command with that
--- number and when its attempt started, or 0 if that command is not among them. So there is no join: each table is read
--- by an array of keys, and no estimate can change that.
+-- `messages` and `started` have an element for each id from first + 1 on: the msg_id of the command with that id and when
+-- its attempt started, or 0 if that command is not among them. So there is no join: each table is read by an array of keys,
+-- and no estimate can change that.
 --
--- Fence and row writes: as in commands/settle_final.sql. The DELETE is the fence. It waits for a queue row that
--- somebody has locked, as long as the session's lock_timeout allows. Locks: queue rows in key order, then command rows.
--- Indexes: the queue's key, the command's key.
+-- Fence and row writes: as in commands/settle_final.sql. The DELETE is the fence. It waits for a locked queue row as long
+-- as the session's lock_timeout allows. Locks: queue rows in key order, then command rows. Indexes: the queue's key, the
+-- command's key.
 --
--- A settlement updates exactly its command row. If one finds none, the cast in the last lines fails, and nothing is
--- settled: the caller asks commands/settle_final.sql about each.
+-- Each settlement must update exactly one command row. If a command row is missing, the cast in the last lines fails, and
+-- nothing is settled: the caller then runs commands/settle_final.sql for each.
 --
--- If members of batches are among them, batches/settle_done_batches.sql is put into the middle.
+-- If members of batches are among them, batches/settle_done_batches.sql is inserted in the middle.
 WITH gone AS (
     DELETE FROM pgmq.{queue}
      WHERE msg_id = ANY (%(messages)s::bigint[])

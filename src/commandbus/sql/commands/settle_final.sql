@@ -1,17 +1,17 @@
 -- Settles attempts for good: the command is COMPLETED, FAILED, CANCELED or in the troubleshooting queue. Returns the
--- rows that were NOT settled: `refused` (the fence is gone: somebody else settled or claimed it) or
--- `busy` (another transaction holds the queue row: ask again).
+-- rows that were NOT settled: `refused` (the fence is gone: another worker settled or claimed it) or `busy` (another
+-- transaction has locked the queue row: try again).
 --
--- If members of batches or processes are among them, commands/settle_groups.sql is put into the middle.
+-- If members of batches or processes are among them, commands/settle_groups.sql is inserted in the middle.
 --
 -- Fence: the queue row (msg_id) with this read_ct, still held by this worker, and of this command. The command is
--- compared because after a failover that lost commits a msg_id may have been given out again. The number of the command
--- may be another one's then, too. So `b` says when the command was sent, if its worker has connected again since it
--- claimed the command. A settlement updates exactly its command row, or changes nothing. Locks: queue rows in key
--- order, then command rows, then process rows. Indexes: the queue's key, the command's key. Two row writes for a
--- completion: the queue row is deleted, the command row is updated in place (HOT: no index names what changes here).
--- The queue row is deleted by its key, not by its ctid. A renewal that commits between our snapshot and our lock has
--- moved the row, and a scan by the new ctid would not see it.
+-- compared because after a failover that lost commits, another message may have the same msg_id. Another command may then
+-- have the same id, too. So if the worker has connected again since it claimed the command, `b` says when the command was
+-- sent. A settlement updates exactly its command row, or changes nothing. Locks: queue rows in key order, then command
+-- rows, then process rows. Indexes: the queue's key, the command's key. Two row writes for a completion: the queue row is
+-- deleted, the command row is updated in place (HOT: no index contains a column that changes here). The queue row is
+-- deleted by its key, not by its ctid: a renewal that commits between our snapshot and our lock has moved the row, and a
+-- scan by the new ctid would not see it.
 WITH input AS MATERIALIZED (
     SELECT * FROM pg_catalog.json_to_recordset(%(rows)s::json)
         AS x(m bigint, r integer, c bigint, s text, n integer, t float8, v json, e json, b float8)

@@ -1,5 +1,5 @@
--- The part of commands/settle_final.sql that is about batches and processes. Members are counted in batch_delta, one
--- row per batch and statement. A process whose command went to the troubleshooting queue waits for it.
+-- The part of commands/settle_final.sql about batches and processes. Members are counted in batch_delta, one row per batch
+-- and statement. A process waits while one of its commands is in the troubleshooting queue.
 --
 -- Locks: process rows in key order, after the command rows; new rows of batch_delta. Indexes: process's key.
 ), halting AS MATERIALIZED (

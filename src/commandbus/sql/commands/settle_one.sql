@@ -1,7 +1,8 @@
 -- commands/settle_final.sql for one completion in the transaction of its handler, without a reply, a batch or a
 -- process. Returns a row if it was settled. Otherwise the caller rolls back.
 --
--- Fence and row writes: as there; `sent` is when the command was sent. It waits for a locked queue row, as long as the handler's lock_timeout allows.
+-- Fence and row writes: as there; `sent` is when the command was sent. It waits for a locked queue row, as long as the
+-- handler's lock_timeout allows.
 -- Locks: the queue row, then the command row. Indexes: the queue's key, the command's key.
 WITH gone AS (
     DELETE FROM pgmq.{queue}

@@ -1,8 +1,8 @@
 -- Settles attempts whose limit has no permit for them: parked, not charged. Returns what was not settled, as
 -- commands/settle_final.sql does, under the same fence.
 --
--- The holder is cleared, and the row becomes visible in ten years, or when its turn comes. A command keeps its turn,
--- because turns go by when commands were sent. How long it may wait counts from when it was first parked.
+-- The holder is cleared, and the row becomes visible in ten years, or when its turn comes. A command keeps its position,
+-- because the order is that in which commands were sent. Its longest wait counts from when it was first parked.
 -- Locks: queue rows in key order, then command rows, then rows of parked. Indexes: the keys, attempt_pkey.
 WITH input AS MATERIALIZED (
     SELECT * FROM pg_catalog.json_to_recordset(%(rows)s::json)

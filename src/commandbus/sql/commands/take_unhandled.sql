@@ -2,13 +2,13 @@
 -- without a handler for them. Returns the columns of commands/claim.sql, in the same order. Takes nothing while the
 -- domain is paused.
 --
--- `of_age` leaves out commands that have not waited long enough to be given up. `paused` names the pauses that keep
--- commands here; '' is the pause of the domain.
--- Locks: rows of parked, then queue rows, SKIP LOCKED. It waits for nobody, so this order of locks is harmless.
+-- `of_age` leaves out commands that have not waited long enough to be given up. `paused` names the pauses because of which
+-- commands stay here; '' is the pause of the domain.
+-- Locks: rows of parked, then queue rows, SKIP LOCKED. It never waits for a lock, so this order is harmless.
 -- Indexes: parked_reason (its columns are compared as a row, which no other index offers), the queue's key, the
 -- command's key.
--- A row of parked whose message is gone is deleted. A row for which a permit is reserved becomes a row of that limit
--- again, whose turn has come.
+-- A row of parked whose message is gone is deleted. A row with a reserved permit becomes a row of that limit again, as one
+-- whose turn has come.
 WITH chosen AS MATERIALIZED (
     SELECT seq, msg_id, kept_limit
       FROM commandbus.parked

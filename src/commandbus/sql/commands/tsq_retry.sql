@@ -1,9 +1,9 @@
 -- An operator's retry. Commands leave the troubleshooting queue for their domain's queue, and their attempts start
--- again: a new message, whose read_ct is 0; the number goes on from attempt_base; nothing is waived yet, and no snooze
--- is counted. A command does not expire any more: a person wants it to run. A command that got stuck or crashed its
--- worker goes on in quarantine.
+-- again: a new message, whose read_ct is 0; the number continues from attempt_base; no attempt is waived yet, and no snooze
+-- is counted. The command does not expire any more, because a person wants it to run. A command that got stuck or crashed
+-- its worker stays in quarantine.
 --
--- Locks: tsq rows in key order (of two operators the second waits, then finds nothing), then the new queue rows, then
+-- Locks: tsq rows in key order (if two operators act, the second waits, then finds nothing), then the new queue rows, then
 -- command rows. Index: tsq's key or tsq_domain_type; attempt's key.
 WITH picked AS MATERIALIZED (
     SELECT t.command

@@ -1,4 +1,4 @@
--- The command types of some domains with parked commands that could go on: their pause is over, or their breaker is
+-- The command types of some domains with commands that are still parked although their pause is over, or their breaker is
 -- closed.
 -- Locks: none. Index: parked_reason, from one type to the next.
 WITH RECURSIVE kind AS (

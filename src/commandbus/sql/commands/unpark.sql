@@ -1,18 +1,18 @@
--- Wakes a bite of the commands of one type that a pause or a breaker (`reason`) had parked, after a given seq, and the
--- workers of the domain. Does nothing if the type is paused or its breaker is not closed by now. Returns how many were
--- woken, and the last seq that was looked at if there may be more.
+-- Wakes a bite of the commands of one type that a pause or a breaker (`reason`) had parked, after a given seq, and notifies
+-- the workers of the domain. Does nothing if the type is paused again or its breaker is not closed. Returns how many were
+-- woken and, if there may be more, the last seq that was looked at.
 --
--- An advisory lock lets one session at a time do this for a type; the others leave the work to it. A parked row whose
--- message does not wait any more is removed, because nobody else would do that.
--- Locks: queue rows in key order, those that nobody else holds, then their parked rows (commands/cancel.sql uses the
--- same order). A waiting message becomes visible in years, so one that somebody else has woken since our snapshot is
--- left alone.
+-- An advisory lock lets one session at a time do this for a type; other sessions leave the work to it. A parked row whose
+-- message does not wait any more is removed, because nothing else removes it.
+-- Locks: queue rows in key order that no other transaction has locked, then their parked rows (commands/cancel.sql uses the
+-- same order). A waiting message becomes visible in years. So a message that becomes visible earlier was woken since our
+-- snapshot, and is left alone.
 -- Indexes: parked_reason, in its order, and the queue's key. With `=` on the type, or with the end of its range, the
--- planner might read and sort everything that is parked, because it does not know how much that is just now. So the end
--- is compared outside. The planner would do the same if it took a bite for most of what is parked, so the bite is not a
+-- planner might read and sort all parked rows, because it does not know how many there are just now. So the end of the
+-- range is compared outside. It would do the same if it expected a bite to be most of the parked rows, so the bite is not a
 -- plain number.
--- Parked rows are deleted by ctid, because nobody moves one while its message waits. By `seq`, when ANALYZE had found
--- only dead rows, the planner took parked_reason for as good as the key and read all of it for each row.
+-- Parked rows are deleted by ctid, because nothing moves such a row while its message waits. With `seq`, after an ANALYZE
+-- that had found only dead rows, the planner preferred parked_reason to the key and read all of it for each row.
 WITH turn AS MATERIALIZED (
     SELECT pg_catalog.pg_try_advisory_xact_lock(pg_catalog.hashtextextended(
                pg_catalog.concat_ws(' ', 'commandbus unpark', %(reason)s::text, %(domain)s::text, %(type)s::text), 0::bigint))

@@ -1,5 +1,5 @@
--- How many wait for a limit before a command that waits for it, or (without a command_id) before a command that would
--- come now; and whether that command waits. Locks: none. Indexes: parked_limit, command_domain_command_id_key.
+-- How many wait for a limit ahead of a waiting command, or (without a command_id) ahead of a new command; and whether that
+-- command waits. Locks: none. Indexes: parked_limit, command_domain_command_id_key.
 WITH own AS MATERIALIZED (
     SELECT p.since, p.command, p.seq
       FROM commandbus.command c JOIN commandbus.parked p ON p.domain = c.domain AND p.msg_id = c.msg_id

@@ -1,5 +1,5 @@
--- The first commands (0: a block of a program) that wait for a limit. The caller wants to know whether there are
--- several.
+-- The first commands (0: a block in a program) that wait for a limit. The caller wants to know whether there is more than
+-- one.
 -- Locks: none. Index: parked_limit.
 SELECT DISTINCT command
   FROM (SELECT p.command FROM commandbus.parked p

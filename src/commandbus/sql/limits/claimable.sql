@@ -1,5 +1,5 @@
 -- A part of other statements: can the turn of this parked row `p` come? It cannot while its domain or type is paused,
--- or while no worker works there, because the permit would be reserved in vain. Both lists are made once, however many
+-- or while no worker works there, because nobody would use the reserved permit. Both lists are made once, however many
 -- rows are looked at.
 (p.domain = ''
  OR (p.domain = ANY (ARRAY(SELECT pg_catalog.unnest(w.domains) FROM commandbus.worker w

@@ -1,5 +1,5 @@
--- Adds a program, or records that it can or cannot reach Redis. From then on, what a program without Redis holds is
--- counted here, so it is told only once. Only under the lock of limit_mode. Locks: its row. Index: limit_client_pkey.
+-- Adds a program, or records that it can or cannot reach Redis. From then on, the permits of a program without Redis are
+-- counted here, so it reports them only once. Only under the lock of limit_mode. Locks: its row. Index: limit_client_pkey.
 INSERT INTO commandbus.limit_client AS c (id, beat_at, lost_at, held, epoch)
 VALUES (%(id)s, pg_catalog.clock_timestamp(), CASE WHEN %(is_lost)s THEN pg_catalog.clock_timestamp() END,
         %(held)s::jsonb, %(epoch)s)

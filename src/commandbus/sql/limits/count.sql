@@ -1,4 +1,4 @@
--- Adds permits that were given by Redis to the counter and to the measured rate.
+-- Adds permits that Redis gave to the counter and to the measured rate.
 -- Locks: the limit's row. Index: limits_pkey.
 UPDATE commandbus.limits l
    SET granted = l.granted + %(count)s::bigint,

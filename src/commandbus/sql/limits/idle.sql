@@ -1,5 +1,5 @@
--- Is a limit unused: nobody holds a permit of it, and nobody waits for one? If its permits are in Redis (not is_here),
--- no program that uses Redis may be alive, or have been alive within a lease.
+-- Is a limit unused: does nobody hold a permit of it, or wait for one? If its permits are in Redis (not is_here), it counts
+-- as used while a program that uses Redis is alive, and for one lease after that.
 -- Locks: none (the caller holds the row). Indexes: limits_pkey, parked_limit.
 SELECT NOT EXISTS (SELECT FROM commandbus.parked WHERE limit_name = %(name)s AND woken_at IS NULL)
        AND CASE WHEN %(is_here)s

@@ -1,5 +1,5 @@
--- How many wait before each of these commands of one domain for the same limit. Reads the lines of those limits once,
--- however many commands are asked for. Locks: none. Index: parked_limit, in its order.
+-- How many wait for the same limit ahead of each of these commands of one domain. Reads the lines of those limits once,
+-- however many commands are given. Locks: none. Index: parked_limit, in its order.
 SELECT msg_id, ahead
   FROM (SELECT domain, msg_id,
                pg_catalog.row_number() OVER (PARTITION BY limit_name ORDER BY since, seq) - 1 AS ahead

@@ -1,5 +1,5 @@
--- The metrics of limits: permits, how many are in use, who waits (counted up to `most`), how long a back-off or an open
--- breaker still lasts, and the counters. For permits in Redis, it uses what the programs said last: the most that each
+-- The metrics of limits: permits, how many are in use, how many wait (counted up to `most`), how long a back-off or an open
+-- breaker still lasts, and the counters. For permits in Redis, it uses the last reports of the programs: the most that each
 -- may hold, or what PostgreSQL counts for a program that cannot reach Redis.
 -- Locks: none. Indexes: parked_limit; limits, limit_client and limit_mode are small.
 SELECT l.name, l.concurrency,

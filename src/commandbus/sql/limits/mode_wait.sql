@@ -1,4 +1,4 @@
--- Says for how many seconds more only those who hold a permit may go on, and because of whom. Only for who has locked the
+-- Says for how many more seconds no new call may begin, and which program causes that. The caller must have locked the
 -- row. Locks: that row. Index: limit_mode_pkey.
 UPDATE commandbus.limit_mode
    SET until = LEAST(until, pg_catalog.clock_timestamp() + pg_catalog.make_interval(secs => %(seconds)s::float8)),

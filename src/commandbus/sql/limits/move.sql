@@ -1,4 +1,4 @@
--- Writes the state of a limit after an answer of its API, and frees permits. No answer changes what a person has
+-- Writes the state of a limit after an answer of its API, and frees permits. An answer never changes what a person has
 -- decided (is_forced), and a role that only calls has no right to. Locks: the row (the caller has locked it). Index:
 -- limits_pkey.
 UPDATE commandbus.limits

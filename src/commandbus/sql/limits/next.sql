@@ -1,8 +1,8 @@
--- Which parked commands are next in line at a limit, in the order of `since`. For a probe, `vain` says how often each
--- command has probed in vain. Commands that it does not name come first; if there are none, `order` puts those with the
--- fewest first. The last columns are the same in every row: does somebody wait inside a program, and for how many
--- seconds has a command whose turn came not been claimed (null if all are claimed)?
--- Locks: none (the caller holds the limit's row, so nobody else wakes its waiters).
+-- The parked commands that are next in line at a limit, in the order of `since`. For a probe, `vain` says how many probes
+-- of each command have failed. Commands that it does not name come first; if there are none, `order` puts those with the
+-- fewest first. The last columns are the same in every row: does a caller wait inside a program, and for how many seconds
+-- has a command whose turn came not been claimed (null if all are claimed)?
+-- Locks: none (the caller has locked the limit's row, so no other program wakes its waiters).
 -- Index: parked_limit, in its order; with another order it reads only as many rows as `vain` names. The last columns go
 -- by parked_domain_msg_id_key and parked_woken: both lists are short.
 SELECT p.seq, p.domain, p.msg_id, p.token, p.since,

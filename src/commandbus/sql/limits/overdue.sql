@@ -1,4 +1,4 @@
--- Wakes commands that have waited for a limit as long as they may, while no call of anybody succeeded. The worker that
+-- Wakes commands that have waited for a limit as long as they may, while no call to the API succeeded. The worker that
 -- claims such a command moves it to the troubleshooting queue.
 -- Locks: queue rows in key order, then rows of parked. Indexes: parked_waiting, the queue's key; limits is small.
 WITH overdue AS MATERIALIZED (

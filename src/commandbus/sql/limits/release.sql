@@ -1,8 +1,8 @@
--- Releases permits. A good answer ends a run of bad answers. Its time is noted: at once if the row is written anyway or
--- if it is the first good answer since the breaker opened, otherwise about once a second. Returns whether somebody
--- waits, and who is the probe.
--- Locks: the limit's row, if anything changes in it. Indexes: limits_pkey, parked_limit (the ORDER BY keeps the planner
--- on it, however many it believes to wait).
+-- Releases permits. A good answer ends a series of bad answers. Its time is written at once if the row is written anyway or
+-- if it is the first good answer since the breaker opened, otherwise about once a second. Returns whether somebody waits,
+-- and which token is the probe.
+-- Locks: the limit's row, if anything changes in it. Indexes: limits_pkey, parked_limit (the ORDER BY makes the planner use
+-- it, however many waiters it expects).
 WITH given AS (
     UPDATE commandbus.limits l
        SET holders = l.holders - %(tokens)s::text[],

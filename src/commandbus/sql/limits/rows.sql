@@ -1,5 +1,5 @@
--- The rows of limits, with their situation at this moment: who holds a permit and for how long, how many permits a
--- second were given lately, whether anybody waits, when a call last succeeded, and for how long none has while somebody
+-- The rows of limits, with their present situation: who holds a permit and for how long, how many permits per second were
+-- given recently, whether anybody waits, when a call last succeeded, and for how long no call has succeeded while somebody
 -- waited. name NULL: all limits.
 -- Locks: none, or (with `locking`) the row, for a caller that wants to change it. Indexes: limits_pkey, parked_limit.
 SELECT l.name, l.environment, l.store, l.step, pg_catalog.date_part('epoch', l.until), l.reason, l.failures,

@@ -1,7 +1,7 @@
--- Repairs what crashes leave behind, and finds what is due: the limits that somebody waits for (also one that is gone),
+-- Repairs what crashes leave behind, and finds what is due: the limits that somebody waits for (even a limit that is gone),
 -- and the domains with commands that have waited too long. Rows whose turn came more than a minute ago are deleted.
--- Notes that somebody serves the line: after a gap of a minute, everybody's wait begins anew.
--- Locks: rows of parked that nobody uses; rows of limits in key order, except those that somebody holds now.
+-- Notes that a worker serves the line: after a gap of a minute, all waits count from the beginning again.
+-- Locks: rows of parked that are not used any more; rows of limits in key order, except locked ones.
 -- Indexes: parked_woken, parked_give_up, parked_limit (from name to name), parked_waiting; limits is small.
 WITH RECURSIVE awaited(name) AS (
     (SELECT p.limit_name FROM commandbus.parked p WHERE p.limit_name IS NOT NULL AND p.woken_at IS NULL

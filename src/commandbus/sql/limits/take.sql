@@ -1,13 +1,13 @@
 -- Takes permits of a limit for as many of the tokens as its permits, its rate and its state allow. A limit that is
 -- backing off, or whose breaker is open, gives none. After that it gives one, if the callers may be the probe
--- (`probes`). Commands that arrive may not: they stand in line, where the one with the fewest vain probes is chosen.
--- Newcomers take none while somebody waits. Returns which tokens have a permit now; no row if somebody waits, or if
--- there is no such limit.
+-- (`probes`). A newly arrived command may not: it must stand in line, where the command with the fewest failed probes is
+-- chosen. Newcomers take no permit while somebody waits. Returns which tokens have a permit now; no row if somebody waits,
+-- or if there is no such limit.
 --
--- Everything is decided in the one row. An UPDATE that waited for another one computes all of this anew from what that
--- one left (a sub-select over other tables would not). The clock is read at that moment, and is the server's.
--- Locks: the limit's row. Indexes: limits_pkey, parked_limit (the ORDER BY keeps the planner on it, however many it
--- believes to wait).
+-- Everything is decided in the one row. An UPDATE that waited for another one computes all of this again from the row that
+-- the other one wrote (a sub-select over other tables would not). The clock is the server's, and is read at that moment.
+-- Locks: the limit's row. Indexes: limits_pkey, parked_limit (the ORDER BY makes the planner use it, however many waiters
+-- it expects).
 UPDATE commandbus.limits l
    SET (holders, tat, flow, flow_at, flow_since, granted, probe, probe_until) = (
        SELECT live.holders || COALESCE(

@@ -1,9 +1,9 @@
--- Takes one permit of a limit that is available, certainly has a permit left, and that nobody waits for. This is the
--- usual case, at a third of the cost of limits/take.sql. Returns a row if it was taken; if not, limits/take.sql says
+-- Takes one permit of a limit that is available and certainly has a permit left, if nobody waits for it. This is the
+-- usual case, at a third of the cost of limits/take.sql. Returns a row if it was taken; if not, limits/take.sql finds out
 -- why. Permits whose lease has ended count as taken here.
 --
 -- Everything is decided in the one row, as there. Locks: the limit's row. Indexes: limits_pkey, parked_limit (the ORDER
--- BY keeps the planner on it, however many it believes to wait).
+-- BY makes the planner use it, however many waiters it expects).
 UPDATE commandbus.limits l
    SET holders = l.holders || pg_catalog.jsonb_build_object(
            %(token)s::text, pg_catalog.date_part('epoch', pg_catalog.clock_timestamp()) + l.lease),

@@ -1,4 +1,4 @@
--- What is known of commands that come to a limit and were claimed before: the permit that is reserved for them, how
+-- What is known about commands that come to a limit and were claimed before: the permit that is reserved for them, how
 -- long ago they were first parked, and how often the API has refused them (also as the probe). Their rows of parked are
 -- deleted.
 -- Locks: rows of parked, of commands that the caller holds. Indexes: parked_domain_msg_id_key, attempt_pkey.

@@ -1,7 +1,7 @@
--- Notes which commands' turn has come, and under which token a permit is reserved for each; counts how long they have
--- waited. Callers inside programs are notified by their token. Locks: the limit's row (the caller holds it), then rows
--- of parked. Index: parked_pkey. PostgreSQL counts an array of a subquery as ten keys; a join, or an array whose length
--- it knows, would make it read all of `parked`.
+-- Writes for which commands the turn has come, and under which token a permit is reserved for each; counts how long they
+-- have waited. Callers inside programs are notified by their token. Locks: the limit's row (the caller has locked it), then
+-- rows of parked. Index: parked_pkey. PostgreSQL estimates an array from a subquery as ten keys; with a join, or an array
+-- whose length it knows, it would read all of `parked`.
 WITH woken AS (
     UPDATE commandbus.parked
        SET woken_at = pg_catalog.now(),

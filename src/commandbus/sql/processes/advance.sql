@@ -1,5 +1,5 @@
--- Moves a process, if nobody has moved it since it was read; closes steps, and counts it in its batch when it ends.
--- Returns no row if somebody has moved it.
+-- Moves a process, if it has not moved since it was read; closes steps, and counts it in its batch when it ends. Returns no
+-- row if it has moved.
 --
 -- Locks: the process row. After this, the transaction only settles the message. Indexes: the keys. If one of its
 -- commands went to the troubleshooting queue meanwhile, the process waits for that.

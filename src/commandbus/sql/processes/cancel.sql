@@ -1,7 +1,6 @@
--- Records that somebody asked to cancel a process that is neither final nor being undone. Asking again changes nothing.
+-- Records that somebody asked to cancel a process that is neither final nor being undone. A second request changes nothing.
 -- A process that has sent nothing yet is CANCELED at once: there is nothing to undo, and its code may not even be able
--- to begin. Returns the status that it had, whether it ended by this, and where to reply; no row if it cannot be
--- canceled.
+-- to begin. Returns the status that it had, whether this ended it, and where to reply; no row if it cannot be canceled.
 --
 -- Locks: the process row; new rows of batch_delta. Index: process_domain_process_id_key. The version is increased, so a
 -- message that is being handled at this moment is handled again, and sees the request.

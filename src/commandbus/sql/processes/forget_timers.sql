@@ -1,5 +1,5 @@
--- Deletes timers that are not needed any more. A timer that a worker has just claimed is left: its handling will find
--- that the step has ended.
+-- Deletes timers that are not needed any more. A timer that a worker has just claimed stays: the worker will find that
+-- the step has ended.
 --
 -- Locks: queue rows that nobody else holds, then command rows. Indexes: the keys.
 WITH held AS MATERIALIZED (

@@ -1,6 +1,6 @@
--- A process and its steps, for the code that moves it; and whether a message is one of its own. Only this package
--- writes the columns that say so, so a message from anybody else is not. Locks: none; whoever moves the process names
--- the version that was read. Indexes: process_domain_process_id_key, process_step's key.
+-- A process and its steps, for the code that moves it; and whether a message is one of its own. Only this package writes
+-- the columns that say so, so a message from another program is not. Locks: none; the move names the version that was
+-- read. Indexes: process_domain_process_id_key, process_step's key.
 SELECT p.id, p.process_id, p.process_type, p.status, p.version, p.is_compensating, p.data::text, p.state::text,
        p.cancel::text, p.failure::text, p.created_at, p.deadline_at, p.batch, p.reply_to, p.correlation_id, p.timer,
        (SELECT pg_catalog.json_agg(pg_catalog.json_build_object(

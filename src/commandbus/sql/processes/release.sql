@@ -1,5 +1,5 @@
--- Commands of processes have left the troubleshooting queue (one entry of `processes` each). A process that has no
--- command left there goes back to its former status. Returns the batches of those.
+-- Counts commands of processes that have left the troubleshooting queue (one entry of `processes` each). A process that has
+-- no command left there goes back to its former status. Returns the batches of these processes.
 --
 -- Locks: process rows in key order. Index: the key.
 WITH left_it AS MATERIALIZED (

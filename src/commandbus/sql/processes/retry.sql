@@ -1,11 +1,11 @@
 -- Lets a FAILED process go on. Returns what a message to it needs, and as JSON the messages that it has missed: those
 -- that somebody ended before the process handled them, and replies that came while it was FAILED. They are sent again.
 --
--- If its batch was canceled and all other members are final, that cancellation is done, even if nobody lived to record
--- it. Then no sweep cancels this process again, unless somebody asks once more. Otherwise the sweep must go on, for the
--- others.
+-- If its batch was canceled and all other members are final, that cancellation is done, even if a crash prevented its
+-- record. Then no sweep cancels this process again, unless somebody asks once more. Otherwise the sweep must go on, for the
+-- other members.
 --
--- Locks: the process row, then its batch's (nobody who holds a batch's row waits for a process).
+-- Locks: the process row, then its batch's (no transaction that has locked a batch's row waits for a process).
 -- Indexes: process_domain_process_id_key, process_unfinished, command_process, stray_reply_process.
 WITH moved AS (
     UPDATE commandbus.process

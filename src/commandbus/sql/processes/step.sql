@@ -1,5 +1,5 @@
 -- Sends the command of a process's step: the command, its queue row, and the row of the step. Returns no row if the
--- command_id exists. If the process already has a step of this number, somebody else has moved it, and
+-- command_id exists. If the process already has a step with this number, another worker has moved it, and
 -- processes/advance.sql will refuse.
 --
 -- Locks: new rows only, as in commands/send.sql. Indexes: command_domain_command_id_key, process_step's key.

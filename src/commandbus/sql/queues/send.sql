@@ -1,4 +1,4 @@
--- Sends messages to a PGMQ queue in their order, and wakes those who wait for them there. Locks: new queue rows.
+-- Sends messages to a PGMQ queue in their order, and notifies programs that wait for them. Locks: new queue rows.
 WITH queued AS (
     INSERT INTO pgmq.{queue} (vt, message, headers)
     SELECT COALESCE(%(at)s::timestamptz,

@@ -1,4 +1,5 @@
--- A worker says which schedules its code declares. One that was seen within the last seconds is not written again.
+-- Records which schedules a worker's code declares. A declaration that was seen within the last seconds is not written
+-- again.
 --
 -- Locks: rows that it inserts or changes, in the order of their keys. Index: schedule_declaration_pkey.
 INSERT INTO commandbus.schedule_declaration AS d (domain, name, fingerprint, definition)

@@ -1,9 +1,9 @@
--- Makes the firings of schedules of one domain that were decided (model/schedule.py), and moves their rows: one statement, so
--- that no lock waits for a program that stands still. A schedule that somebody has changed or fired since, or is changing
--- now, is left out. So each firing is made once, by one of all workers. If a row was moved back by hand or by a restored
--- backup, the ids of the commands, which name schedule and instant, keep it from firing again.
+-- Makes the firings of schedules of one domain that were decided (model/schedule.py), and moves their rows. It is one
+-- statement, so that no lock waits for a program that has stopped. A schedule that somebody has changed or fired since the
+-- decision, or is changing now, is left out. So each firing is made once, by one of all workers. If a person or a restored
+-- backup moved a row back, the ids of the commands prevent a second firing: they contain the schedule and the instant.
 --
--- rows: what was decided, for each schedule; `firings` are the commands, with the id and the instant. `fired_at` is the instant
+-- rows: the decision for each schedule; `firings` are the commands, with the id and the instant. `fired_at` is the instant
 -- of the last of them, and null for a run that a person asked for.
 --
 -- Locks: the schedules' rows (SKIP LOCKED); none that a sender could wait for. Indexes: schedule_pkey,

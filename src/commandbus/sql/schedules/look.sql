@@ -1,5 +1,5 @@
--- The schedules of these domains that come next, the first of them first: which are due by the server's clock, and in how
--- many seconds the others are. Of those that are due, what became of their last commands.
+-- The schedules of these domains that come next, in the order of time: which are due by the server's clock, and in how many
+-- seconds the others are due. For those that are due, also the status of their last commands.
 --
 -- Locks: none. Indexes: schedule_next, command_pkey.
 SELECT s.domain, s.name, s.cron, s.every, s.timezone, s.missed, s.overlap, s.most, s.version, s.passed_at,

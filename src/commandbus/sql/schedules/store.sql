@@ -1,8 +1,8 @@
--- Creates a schedule, or changes its definition. If its times change, firings count from now: what the old times left out,
--- the new ones do not make up for. `next_at` was computed from the server's clock in this transaction.
+-- Creates a schedule, or changes its definition. If its times change, firings count from now: firings that the old times
+-- have missed are not made up for. `next_at` was computed from the server's clock in this transaction.
 --
--- Returns a row if anything was changed: not if the definition is the same, nor if the schedule is of the other kind (declared
--- by workers, or created at run time).
+-- Returns a row if anything was changed. Nothing changes if the definition is the same, or if the schedule is of the other
+-- kind (declared by workers, or created at run time).
 --
 -- Locks: its row. Index: schedule_pkey.
 INSERT INTO commandbus.schedule AS s

@@ -1,5 +1,5 @@
--- Declarations of these domains that should be in effect and are not: of those that live workers declare, the one of each
--- schedule that was first seen last. `is_taken`: somebody created a schedule of that name at run time.
+-- Declarations of these domains that should be in effect and are not. For each schedule, that is the newest definition that
+-- live workers declare, by its first declaration. `is_taken`: somebody created a schedule of that name at run time.
 --
 -- Locks: none. Indexes: the keys; both tables are small.
 SELECT newest.domain, newest.name, newest.definition, s.name IS NOT NULL AND NOT s.is_declared AS is_taken

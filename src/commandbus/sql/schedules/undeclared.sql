@@ -1,4 +1,4 @@
--- Schedules of these domains that workers declared, and that none has declared for so many seconds.
+-- Schedules of these domains that workers once declared, but that no worker has declared for so many seconds.
 --
 -- Locks: none. Indexes: the keys; both tables are small.
 SELECT s.domain, s.name

@@ -1,4 +1,4 @@
--- The oldest transaction that holds a lock on one of our tables, or migrates: what a migration waits for. Locks: none.
+-- The oldest transaction that holds a lock on one of our tables, or migrates: a migration waits for it. Locks: none.
 SELECT a.pid, a.application_name, extract(epoch FROM pg_catalog.clock_timestamp() - a.xact_start)::float8
   FROM pg_catalog.pg_locks l
   LEFT JOIN pg_catalog.pg_class c ON c.oid = l.relation
