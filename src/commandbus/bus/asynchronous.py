@@ -52,7 +52,7 @@ else:
     prune = lazy("commandbus.flow.commands.prune")
 
 T = TypeVar("T")
-LATE_SECONDS = 0.2  # the wait for a connection should end first, because its error says why
+LATE_SECONDS = 0.2  # extra time, so that the pool's own, clearer error comes first
 
 
 class AsyncCommandBus(AsyncBreakerMethods, AsyncLimitMethods, AsyncWaitMethods, AsyncDataAccess):

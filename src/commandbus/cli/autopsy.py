@@ -19,7 +19,7 @@ _OURS = re.compile(
     r"/commandbus/(?:bus|db|embedded|flow|limits|processes|supervisor|testing|troubleshooting|worker)\b"
 )
 _FOREIGN = re.compile(rf"<frozen |/site-packages/|/dist-packages/|/lib/python\d|{_OURS.pattern}")
-# As a traceback writes it (`line 5, in f`), and as faulthandler does (`line 5 in f`).
+# A frame, as a traceback prints it (`line 5, in f`) or as faulthandler prints it (`line 5 in f`).
 _FRAME = re.compile(r'File "(?P<path>[^"]*)", line (?P<line>\d+)(?:,? in (?P<name>\S+))?')
 _DUMPED_THREAD = re.compile(r"(?:Current thread|Thread) 0x[0-9a-fA-F]+\b")
 _CURRENT = "(current)"

@@ -199,7 +199,7 @@ class HeldPermits:
         return [permit for permit in own if permit.token in gone]
 
     def _note_renewed(self, permit: Permit, row: LimitRow, sent_at: float) -> None:
-        """Note when the lease was renewed. An external store knows that itself: it may have been unreachable."""
+        """Note when the lease was renewed. An external store is asked: the renewal may not have reached it."""
         permit.call_timeout = row.call_timeout
         if row.store != "postgres":
             sent_at = self.stores.external(row).renewed_at(row, permit.token) or permit.renewed_at

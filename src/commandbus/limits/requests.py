@@ -189,7 +189,7 @@ class Release:
     stays: bool = False
     has_begun: bool = True
     then: Callable[[Release], None] | None = None
-    # Set by the limit client: the call failed as the probe for all that wait, so its command is not charged.
+    # Set by the limit client: the call was a probe and failed while others waited, so its command is not charged.
     is_waived: bool = False
 
 

@@ -155,7 +155,8 @@ class BaseProcessManager(Generic[S]):
     # --- what a process does ------------------------------------------------------------------------------------
 
     def first_step(self, state: S) -> str | Sequence[str] | None:
-        """Returns the name of the first step. Several names are sent at once. None completes the process."""
+        """Returns the name of the first step, or several names: these steps are sent together. None completes the
+        process."""
         raise NotImplementedError(f"{type(self).__name__}.first_step")
 
     def build_command(self, step: str, state: S) -> StepCommand:

@@ -66,7 +66,7 @@ class Settings:
     """The effective settings; make one with `load_settings`. All durations are seconds; the constructor also takes
     text ("5m") and timedeltas.
 
-    Two are separate tables, and not in `SETTINGS`: `limits`, and `breakers` by "DOMAIN/COMMAND_TYPE",
+    Two fields are separate tables, and not in `SETTINGS`: `limits`, and `breakers` by "DOMAIN/COMMAND_TYPE",
     "DOMAIN/*" or "*". You may give both in the same form as in TOML, with options by name.
     """
 

@@ -21,7 +21,8 @@ from commandbus.settings.secrets import (
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """`parse(value, name)` raises a ValueError that names both (but never a secret); `parse(show(v)) == v`."""
+    """`parse(value, name)` raises a ValueError that names the setting and the value (but never a secret).
+    `parse(show(v)) == v`."""
 
     parse: Callable[[object, str], Any]
     show: Callable[[Any], str] = str

@@ -20,7 +20,7 @@ TABLES: Final = {"limits": limit_model.OPTIONS, "breakers": breaker_model.OPTION
 
 
 def declared_limits(given: object) -> tuple[Limit, ...]:
-    """Limits, or options by name: `{"docai": {"concurrency": 5}}`. Each name once, in their order."""
+    """Limits, or options by name: `{"docai": {"concurrency": 5}}`. Each name is kept once, in the given order."""
     if isinstance(given, Mapping):
         return tuple(_limit(name, options) for name, options in given.items())
     if isinstance(given, str | bytes | Limit) or not isinstance(given, Iterable):

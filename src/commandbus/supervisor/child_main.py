@@ -38,7 +38,7 @@ logger = safe_logger("commandbus.worker")
 
 FLUSH_SECONDS: Final = 1.0
 SWITCH_SECONDS: Final = 0.001
-"""After so long a thread hands the GIL to a thread that waits for it. With Python's 5 ms, the claimer and the
+"""How long a thread keeps the GIL while another thread waits for it. With Python's 5 ms, the claimer and the
 settler would wait longer for the GIL than for the database."""
 CLEAN, CONFIGURATION, REFUSED, DATABASE, LEFT_BEHIND, BUG = 0, 3, 5, 6, 7, 70
 
@@ -57,7 +57,7 @@ class Control:
         self._waiting: list[dict[str, Any]] = []
 
     def start(self) -> None:
-        """Listen, on a thread of its own, from before the user's code is imported."""
+        """Start to listen, on a separate thread. Call it before the user's code is imported."""
         threading.Thread(target=self._listen, name="control", daemon=True).start()
 
     def say(self, what: str, **more: Any) -> None:

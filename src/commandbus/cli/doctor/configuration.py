@@ -29,7 +29,7 @@ def _judge(settings: Settings) -> Findings:
 
 
 def _hierarchy(settings: Settings) -> str:
-    """The layers in their order, each with its value."""
+    """The time limits in the order of their hierarchy, each with its value."""
     limits = settings.timeouts
     shown = {name: SETTINGS[name].kind.show(getattr(settings, name)) for name in SETTINGS}
     deadline, stuck = limits.deadline_seconds(), limits.stuck_seconds()

@@ -155,7 +155,7 @@ class Locked:
         return InvalidOperationError(f"cannot {verb} batch {self.batch_id!r} of domain {self.domain!r}: {state}")
 
     def check_isolation(self, what: str) -> None:
-        """Closing a batch must see everything that was added to it."""
+        """Raise an error unless this transaction sees every member that was added: closing a batch needs that."""
         if not self.sees_all:
             raise InvalidOperationError(
                 f"{what} needs a READ COMMITTED transaction, to see every member that was added to batch "

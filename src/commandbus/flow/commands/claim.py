@@ -243,7 +243,8 @@ def next_due(domain: str, *, within_seconds: float = FAR_SECONDS) -> Steps[float
 def announce(*, worker: str, domains: Sequence[str], seconds: float) -> Steps[None]:
     """Ask senders for notifications.
 
-    The table stays small. If this dropped the session's plans, the next claim would have to be planned again.
+    The statement keeps the session's plans, because dropping them would make the next claim slower. That is safe,
+    because the table of waiting workers stays small.
     """
     yield Statement(
         sql.text("commands/announce"),
@@ -394,7 +395,7 @@ def _cancel(domain: str, worker: str, rows: Sequence[ClaimedRow], why: Mapping[i
 def _not_running(
     domain: str, worker: str, holders: Mapping[int, Sequence[dict[str, Any]]], running_in: RunningIn
 ) -> set[int]:
-    """Messages that their first vanished holder is known not to have run."""
+    """Messages that did not run in their first vanished holder, as far as that is known."""
     first = {msg_id: found[-1] for msg_id, chain in holders.items() if (found := _vanished(chain, worker))}
     known = {name: running_in(name) for name in {str(holder["held_by"]) for holder in first.values()}}
     return {
@@ -510,7 +511,7 @@ def _choose(rows: Sequence[ClaimedRow], room: Room) -> tuple[list[ClaimedRow], l
 
 
 def _put_off(domain: str, worker: str, rows: Sequence[ClaimedRow], room: Room) -> Steps[None]:
-    """Give back for later, not charged. A command that somebody asked to cancel meanwhile is CANCELED."""
+    """Give back these commands for later, without a charge. Those that somebody asked to cancel are CANCELED."""
     answers = yield from settle(domain, worker, [_later(domain, row, room) for row in rows], waiting=True).steps
     asked = [row for row in rows if answers.get((row.msg_id, row.read_ct)) == "canceled"]
     if asked:

@@ -33,7 +33,7 @@ class PermitStore(Protocol):
         """Give permits back."""
 
     def look(self, limit: LimitRow) -> PermitUsage:
-        """Who holds a permit, and how fast they are given."""
+        """Who holds a permit, and how fast permits are given."""
 
 
 class ExternalStore(PermitStore, Protocol):
@@ -97,7 +97,7 @@ class PermitStores:
     @property
     def mode_external(self) -> str:
         """The mode of the external store; called from other threads."""
-        return "unknown" if self._external is None else self._external.mode  # not made here: threads would race
+        return "unknown" if self._external is None else self._external.mode  # only the client's thread makes it
 
     def tick(self) -> bool:
         """Look after the external store. Returns False if there is none."""

@@ -33,5 +33,5 @@ class PostgresPermitStore:
         self._connection.run(permits.give(limit.name, tokens), limit=limit.name)
 
     def look(self, limit: LimitRow) -> PermitUsage:
-        """Who holds a permit, and how fast they are given."""
+        """Who holds a permit, and how fast permits are given."""
         return self._connection.run(get_limit(limit.name)).look

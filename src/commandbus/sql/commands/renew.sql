@@ -1,7 +1,7 @@
 -- Extends the leases that a worker still holds, and stores the progress that their handlers reported. Returns those that
 -- were not renewed (they are lost, or were skipped), and those that somebody asked to cancel.
 --
--- SKIP LOCKED: a row that another transaction holds must not starve the others. It is neither lost nor renewed; the
+-- SKIP LOCKED: the other leases must not wait for a row that another transaction has locked. Such a row is neither lost nor renewed; the
 -- caller tries again. A lease is never shortened. Locks: queue rows. Index: the queue's key.
 WITH input AS MATERIALIZED (
     SELECT * FROM unnest(%(msg_ids)s::bigint[], %(read_cts)s::integer[], %(commands)s::bigint[]) AS x(m, r, c)

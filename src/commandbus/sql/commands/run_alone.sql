@@ -1,4 +1,4 @@
--- Notes in the queue row of a suspect that was lost before that it starts now, alone. If the row is lost again, the worker
+-- Notes in the queue row of a suspect: it starts now, alone. (The suspect was lost before.) If the row is lost again, the worker
 -- that finds it charges the command. Returns no row if this worker does not hold the row, or if the row is locked.
 --
 -- Locks: that queue row, SKIP LOCKED. Index: the queue's key.

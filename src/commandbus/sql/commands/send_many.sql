@@ -6,7 +6,7 @@
 -- There is one NOTIFY for all, with the earliest vt. The ids are not read from the command rows, because a producer may
 -- not read them. They come from the input. If we generated all ids, no row can be left out, and the result is in the order
 -- of the input.
-WITH ours AS (  -- never run; named first, so that a database without our schema says that, not that the queue is missing
+WITH ours AS (  -- never run; comes first, so that without our schema the error names the schema, not the queue
     SELECT FROM commandbus.command
 ), input AS MATERIALIZED (
     SELECT x.*, pg_catalog.nextval('pgmq.{queue}_msg_id_seq') AS msg_id

@@ -3,7 +3,7 @@
 --
 -- The result is in the order of the input: nextval is called in that order, and no row can be left out. Locks,
 -- indexes and the NOTIFY: commands/send_many.sql.
-WITH ours AS (  -- never run; named first, so that a database without our schema says that, not that the queue is missing
+WITH ours AS (  -- never run; comes first, so that without our schema the error names the schema, not the queue
     SELECT FROM commandbus.command
 ), input AS MATERIALIZED (
     SELECT x.*, pg_catalog.nextval('pgmq.{queue}_msg_id_seq') AS msg_id

@@ -199,7 +199,7 @@ class RedisScripts:
         self._ask("give", limit, epoch, (epoch, *tokens))
 
     def look(self, limit: LimitValues, *, epoch: str) -> PermitUsage:
-        """Who holds a permit, and how fast they are given."""
+        """Who holds a permit, and how fast permits are given."""
         flow, holders, now = self._ask("look", limit, epoch, (epoch, 0, FLOW_SECONDS))
         pairs = zip(holders[::2], holders[1::2], strict=True)
         opens_in = (int(_moments(epoch)[1]) - int(now)) / _MICRO

@@ -127,7 +127,7 @@ class RedisPermitStore:
         self._connection.safely(lambda: self._give(limit, tokens), None)
 
     def look(self, limit: LimitValues) -> PermitUsage:
-        """Who holds a permit, and how fast they are given."""
+        """Who holds a permit, and how fast permits are given."""
         self._held_in_redis.limits[limit.name] = limit
         return self._connection.safely(lambda: self._look(limit), PermitUsage(mode=self.mode))
 
