@@ -2,7 +2,7 @@
 
     newcomer ──take──┐
                      ├──► held ──renew, after a third of its lease──► held, or lost
-    kept ────adopt───┘      └──let_go──► (given back by `releases`)
+    reserved ─adopt──┘      └──let_go──► (given back by `releases`)
 
 A permit is taken for a newcomer, or was reserved for the first in line and is adopted. The rows of limits are
 remembered as last seen, and read again where they must be current. Only the limit client's thread uses this,

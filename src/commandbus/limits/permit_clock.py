@@ -17,7 +17,7 @@ from commandbus.logger import safe_logger
 logger = safe_logger("commandbus.limits")
 
 LOOK_SECONDS = 1.0
-"""The clock looks this often, so a suspended machine is noticed so soon after it continues."""
+"""The longest pause between two looks. So a machine that was suspended is noticed within this time."""
 
 
 class PermitClock:

@@ -200,7 +200,7 @@ class _Step:
                 "step": step.name,
             }
         self.made.cancels.append((step, f"the deadline of step {number} ({step.name}) has passed"))
-        self._wait()  # its status may have been WAITING_FOR_TSQ
+        self._wait()  # the process may have been WAITING_FOR_TSQ
 
     def retry(self) -> Talk:
         """An operator retries a FAILED process: continue where it stopped. A second retry changes nothing."""

@@ -44,8 +44,8 @@ CLEAN, CONFIGURATION, REFUSED, DATABASE, LEFT_BEHIND, BUG = 0, 3, 5, 6, 7, 70
 
 
 class Control:
-    """The worker's end of the control socket. Orders that come before the worker has started wait until it has,
-    except the order to stop: the start may be waiting for the database."""
+    """The worker's end of the control socket. Orders that come during the start wait for its end. Only the order
+    to stop is followed at once, because the start may be waiting for the database."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection

@@ -99,7 +99,7 @@ class Case:
         return None
 
     def msg_ids(self, domain: str) -> list[int]:
-        """The msg_ids of a domain that ran."""
+        """The msg_ids that ran, of one domain."""
         return [slot.msg_id for slot in self.slots if self._domain(slot) == domain]
 
     def _domain(self, slot: SlotView) -> str | None:

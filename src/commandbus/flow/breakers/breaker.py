@@ -72,7 +72,7 @@ class OpenBreaker(NamedTuple):
 class Moved:
     """A breaker has moved: to which state, why, and how many parked commands went back to the queue at once.
 
-    `rest_after`: more parked commands may have to go back, those after this parked row.
+    `rest_after`: parked commands after this row may still have to go back.
     """
 
     domain: str
@@ -146,7 +146,7 @@ class Row:
         return self if self.probe is None else replace(self, vain=[*self.vain, self.probe][-_VAIN_KEPT:])
 
     def opened(self, reason: str) -> Row:
-        """The row, open from now on for its `reset`."""
+        """The row with the breaker open from now on, for `reset` seconds."""
         until = self.now + timedelta(seconds=self.reset)
         return replace(
             self, state="OPEN", is_forced=False, opened_at=self.now, until=until, reason=reason, probe=None,
@@ -154,7 +154,7 @@ class Row:
         )  # fmt: skip
 
     def closed(self) -> Row:
-        """The row, closed, with all counts cleared."""
+        """The row with the breaker closed, and all counts cleared."""
         return replace(
             self, state="CLOSED", recent=[], is_forced=False, opened_at=None, until=None, reason=None, probe=None,
             probe_until=None, vain=[],

@@ -23,7 +23,7 @@ from commandbus.model.payload import loads_or_none
 WORKER_ALIVE_SECONDS = 15.0
 _EVENTS: Mapping[str, AuditEvent] = {event.value: event for event in AuditEvent}
 _ALL = {"of_batch": "", "order": "c.id DESC"}
-# In the order of command_batch: ordered by id alone, the planner would walk the primary key over all commands.
+# In the order of command_batch. With an order by id alone, the planner would walk over all commands by their key.
 _MEMBERS = {
     "of_batch": "AND c.batch >= %(batch)s AND (c.batch, c.id) < (%(batch)s, COALESCE(%(before_id)s, %(last)s))",
     "order": "c.batch DESC, c.id DESC",

@@ -1,7 +1,7 @@
 -- A person canceled, or completed by hand, messages that a process had not handled. The process cannot go on by itself, so
 -- it fails. (If the message was only a timer, the process goes on, without a deadline.) Returns the processes that failed,
--- where to reply, and whether another of their commands is in the troubleshooting queue: there a failed process does not
--- count any more.
+-- where to reply, and whether another of their commands is in the troubleshooting queue: a failed process does not
+-- count as waiting for it any more.
 --
 -- Locks: process rows in key order. Index: the key.
 WITH locked AS MATERIALIZED (
