@@ -38,7 +38,7 @@ _NAMES = {
         DuplicateMemberError DuplicateProcessError DuplicateScheduleError EmbeddedPostgresError
         InvalidCommandError InvalidOperationError InvalidScheduleError LimitLostError LimitTimeoutError
         MissingPrivilegeError PermanentCommandError ProcessNotFoundError RateLimitError
-        ScheduleNotFoundError SchemaError TransactionEndedError TransactionUsedError
+        ScheduleNotFoundError SchemaError SendFailedError TransactionEndedError TransactionUsedError
         TransientCommandError UnknownCommandTypeError UnknownDomainError UnknownLimitError
         UniqueConflictError UniqueKeyLockedError UnknownQueueError
     """,

@@ -157,6 +157,9 @@ from commandbus.errors import (
     SchemaError as SchemaError,
 )
 from commandbus.errors import (
+    SendFailedError as SendFailedError,
+)
+from commandbus.errors import (
     TransactionEndedError as TransactionEndedError,
 )
 from commandbus.errors import (

@@ -29,6 +29,20 @@ class DatabaseUnavailableError(CommandBusError, ConnectionError):
     """
 
 
+class SendFailedError(DatabaseUnavailableError):
+    """A send with `within` had no confirmation in time. `may_be_sent` says whether the command may be there all
+    the same. To send it again with this `command_id` never makes a second one."""
+
+    def __init__(self, domain: str, command_id: str, reason: str, *, may_be_sent: bool) -> None:
+        state = "may have been sent" if may_be_sent else "was not sent"
+        super().__init__(
+            f"command {command_id!r} of domain {domain!r} {state}: {reason}; send it again with this command_id"
+        )
+        self.domain = domain
+        self.command_id = command_id
+        self.may_be_sent = may_be_sent
+
+
 class InvalidCommandError(CommandBusError, ValueError):
     """The command is not valid: a bad name, payload, delay or header. Nothing was sent."""
 

@@ -125,6 +125,7 @@ TRIES: dict[str, Try] = {
     ),
     **made("call(expires)", lambda bus, value: bus.call("orders", "x", expires=value, wait=0.01)),
     **made("call(timeout)", lambda bus, value: bus.call("orders", "x", timeout=value, wait=0.01)),
+    **made("send(within)", lambda bus, value: bus.send("orders", "x", within=value)),
     **made("wait(wait)", lambda bus, value: bus.wait("orders", "x", wait=value)),
     **made("wait_all(wait)", lambda bus, value: bus.wait_all([("orders", "x")], wait=value)),
     **made("call(wait)", lambda bus, value: bus.call("orders", "x", wait=value)),

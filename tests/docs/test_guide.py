@@ -57,6 +57,7 @@ def test_every_block_of_the_guide_is_run_by_a_test_here() -> None:
         *API,
         "bus.call(",
         "bus.wait_all(",
+        "SendFailedError",
         "bus.create_batch(",
         "bus.start_process(",
         "ctx.limit(",
@@ -296,6 +297,13 @@ def test_the_sending_example_runs(bus: CommandBus) -> None:
     record = bus.get_command("orders", "ship-18")
     assert record is not None
     assert (record.correlation_id, record.max_attempts) == ("cart-4711", 5)
+
+
+def test_a_send_that_cannot_hang(bus: CommandBus, capsys: pytest.CaptureFixture[str], database: str) -> None:
+    names: dict[str, Any] = {"bus": bus}
+    exec(block("python", "SendFailedError"), names)
+    assert names["sent"].created
+    assert capsys.readouterr().out == ""
 
 
 def test_the_calling_example_runs(bus: CommandBus, database: str) -> None:

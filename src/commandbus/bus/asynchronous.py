@@ -21,8 +21,11 @@ from commandbus.bus.call_listener import LAST_LOOK_SECONDS, WaitingCall, address
 from commandbus.bus.data_access import AsyncDataAccess
 from commandbus.bus.limits import AsyncLimitMethods, LimitClientHolder
 from commandbus.bus.one_body import awaited
+from commandbus.bus.send_within import TimedSend
 from commandbus.bus.sync import CommandBus
 from commandbus.bus.waiting import AsyncWaitMethods
+from commandbus.clock import monotonic
+from commandbus.db.answer_clock import NoAnswerError, run_until_async
 from commandbus.db.bus_pool import AsyncBusPool, make_async_bus_pool, no_connection, unavailable
 from commandbus.db.drivers import run_async
 from commandbus.db.lent_connection import borrow_async
@@ -119,6 +122,31 @@ class AsyncCommandBus(AsyncBreakerMethods, AsyncLimitMethods, AsyncWaitMethods, 
         own = await pool.take(seconds)
         try:
             return await run_async(own, operation)
+        finally:
+            await pool.putconn(own)
+
+    async def _send_within(self, send: TimedSend, conn: object) -> SentCommand:
+        if conn is None:
+            with send.explained():
+                return await self._run_until(send.until, send.sending)
+        lent = await borrow_async(conn)
+        with send.explained(is_transaction=not lent.autocommit):
+            try:
+                return await run_until_async(send.until, lent, send.sending)
+            except NoAnswerError:
+                await lent.close()
+                raise
+
+    async def _run_until(self, until: float, operation: Operation[T]) -> T:
+        """Run an operation on a connection of a pool until this moment (monotonic)."""
+        seconds = max(0.0, until - monotonic())
+        if self._lent_pool is not None:
+            async with self._lent_connection(seconds) as lent:
+                return await run_until_async(until, lent, operation, commits=True)
+        pool = await self._pool()
+        own = await pool.take(seconds)
+        try:
+            return await run_until_async(until, own, operation)
         finally:
             await pool.putconn(own)
 

@@ -90,11 +90,15 @@ class BusBase:
             )
 
     def _send(self, domain: str, new: NewCommand) -> Operation[SentCommand]:
+        return self._prepare(domain, new)[1]
+
+    def _prepare(self, domain: str, new: NewCommand) -> tuple[str, Operation[SentCommand]]:
+        """Returns the command_id that it will have, and what sends it."""
         new, rule = unique_key.split(new)
         outgoing = send.prepare(new, max_bytes=self.settings.max_payload_bytes)
         names.check_domain(domain)
         sending = send.send(domain, outgoing) if rule is None else send_unique.send_unique(domain, outgoing, rule)
-        return self._unless_refused(domain, sending, [new.command_type])
+        return outgoing.command_id, self._unless_refused(domain, sending, [new.command_type])
 
     def _call(
         self,

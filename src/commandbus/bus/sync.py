@@ -20,9 +20,10 @@ from commandbus.bus.call_listener import LAST_LOOK_SECONDS, WaitingCall, address
 from commandbus.bus.data_access import DataAccess
 from commandbus.bus.limits import LimitClientHolder, LimitMethods
 from commandbus.bus.repositories.new_processes import Manager
+from commandbus.bus.send_within import TimedSend
 from commandbus.bus.waiting import WaitMethods
 from commandbus.clock import monotonic
-from commandbus.db.answer_clock import run_until
+from commandbus.db.answer_clock import NoAnswerError, run_until
 from commandbus.db.bus_pool import BusPool, make_bus_pool, no_connection, unavailable
 from commandbus.db.drivers import run
 from commandbus.db.lent_connection import borrow
@@ -117,7 +118,7 @@ class CommandBus(BreakerMethods, LimitMethods, WaitMethods, DataAccess):
         until = None if seconds is None else monotonic() + seconds
         if self._lent_pool is not None:
             with self._lent_connection(seconds) as lent:
-                return run(lent, operation) if until is None else run_until(until, lent, operation)
+                return run(lent, operation) if until is None else run_until(until, lent, operation, commits=True)
         pool = self._pool
         own = pool.take(seconds)  # in autocommit mode, so that there is no round trip for a commit
         try:
@@ -238,6 +239,7 @@ class CommandBus(BreakerMethods, LimitMethods, WaitMethods, DataAccess):
         on_conflict: OnConflict | None = None,
         debounce: Duration | None = None,
         max_delay: Duration | None = None,
+        within: Duration | None = None,
         conn: object = None,
     ) -> SentCommand:
         """Send a command; with `conn` in the caller's transaction.
@@ -255,12 +257,30 @@ class CommandBus(BreakerMethods, LimitMethods, WaitMethods, DataAccess):
         A command has its key while it is "unfinished" (the default) or "waiting", or for a duration after it was
         sent (`unique_while`). `debounce="5s"`: of all that are sent with the key, the last one runs when none has
         been sent for 5 s, at most `max_delay` (else 10 times as long) after the first.
+
+        `within` is how long the send may take, even if the server stands still. Then SendFailedError says whether
+        the command may have been sent, and carries its command_id. A `conn` that did not answer is closed.
         """
         new = NewCommand(
             command_type, data, command_id, correlation_id, reply_to, max_attempts, delay, at, headers,
             timeout, expires, on_exhausted, unique, unique_while, on_conflict, debounce, max_delay,
         )  # fmt: skip
+        if within is not None:
+            return self._send_within(TimedSend(domain, *self._prepare(domain, new), within), conn)
         return self.commands.save(domain, new, conn=conn)
+
+    def _send_within(self, send: TimedSend, conn: object) -> SentCommand:
+        if conn is None:
+            with send.explained():
+                return self._run(send.sending, send.seconds)
+        lent = borrow(conn)
+        self._mind_the_loop()
+        with send.explained(is_transaction=not lent.autocommit):
+            try:
+                return run_until(send.until, lent, send.sending)
+            except NoAnswerError:
+                lent.close()
+                raise
 
     def call(
         self,

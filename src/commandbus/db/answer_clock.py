@@ -5,26 +5,33 @@ waits in a read that never ends. One thread per process watches every connection
 After the timeout of the statement it asks the server to cancel the statement. If there is still no answer, it
 shuts the socket down, and the waiting thread gets the error that every lost connection gives.
 
-The clock itself never waits: the cancel request is sent on a separate thread.
+The clock itself never waits: the cancel request is sent on a separate thread. It looks twice a second, and sooner
+if a question must be answered by a certain moment (`run_until`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import socket
 import threading
-import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 import psycopg
-from psycopg import Connection
 
 from commandbus.clock import monotonic
-from commandbus.db.drivers import OwnConnection, Runnable, run
+from commandbus.db.drivers import (
+    AnyAsyncConnection,
+    AnyConnection,
+    OwnConnection,
+    Runnable,
+    run,
+    run_async,
+)
 from commandbus.errors import DatabaseUnavailableError
 from commandbus.logger import safe_logger
 
@@ -32,6 +39,7 @@ logger = safe_logger("commandbus.database")
 T = TypeVar("T")
 
 TICK_SECONDS: Final = 0.5
+LATER_SECONDS: Final = 0.001  # a look that comes a moment too early would find nothing to do
 CANCEL_TIMEOUT_SECONDS: Final = 3.0
 
 
@@ -44,14 +52,14 @@ class PendingAnswer:
         self.cut_after = cut_after
         self.asked_at = 0.0  # 0: no question is open
         self.ended_at = 0.0  # when the last wait for an answer ended, well or not
-        self.conn: Connection[Any] | None = None
+        self.conn: AnyConnection | AnyAsyncConnection | None = None
         self.was_cut = False
         self._canceled = False
         self._lock = threading.Lock()
         _clock.add(self)
 
     @contextmanager
-    def asked(self, conn: Connection[Any]) -> Iterator[None]:
+    def asked(self, conn: AnyConnection | AnyAsyncConnection) -> Iterator[None]:
         """The server must answer within this block."""
         with self._lock:
             self.conn, self._canceled, self.was_cut = conn, False, False
@@ -69,6 +77,14 @@ class PendingAnswer:
         asked_at = self.asked_at
         return monotonic() - asked_at if asked_at else 0.0
 
+    @property
+    def due(self) -> float:
+        """When the clock must look at it (monotonic)."""
+        with self._lock:
+            if not self.asked_at or self.was_cut:
+                return math.inf
+            return self.asked_at + (self.cut_after if self._canceled else self.cancel_after) + LATER_SECONDS
+
     def check(self, now: float) -> None:
         """Called by the clock."""
         with self._lock:
@@ -78,7 +94,7 @@ class PendingAnswer:
             if now - asked_at >= self.cut_after:
                 if not self.was_cut:
                     self.was_cut = True
-                    text = "%s has had no answer for %.0f s: its connection is cut"
+                    text = "%s has had no answer for %.3g s: its connection is cut"
                     logger.warning(text, self.name, now - asked_at)
                     _cut(conn)
                 return
@@ -88,29 +104,57 @@ class PendingAnswer:
         threading.Thread(target=_cancel, args=(conn,), name="commandbus-cancel", daemon=True).start()
 
 
-def run_until(until: float, conn: Connection[Any], operation: Runnable[T]) -> T:
-    """Run an operation until this moment (monotonic). Within a second after it the connection is cut."""
+class NoAnswerError(DatabaseUnavailableError):
+    """The server has not answered in time, and its connection was cut. It may have done what it was asked."""
+
+
+def run_until(until: float, conn: AnyConnection, operation: Runnable[T], *, commits: bool = False) -> T:
+    """Run an operation until this moment (monotonic): then the connection is cut. `commits`: end its transaction,
+    too."""
+    with _answered_until(until, conn):
+        result = run(conn, operation)
+        if commits and not conn.autocommit:
+            conn.commit()
+        return result
+
+
+async def run_until_async(
+    until: float, conn: AnyAsyncConnection, operation: Runnable[T], *, commits: bool = False
+) -> T:
+    """The same on an async connection."""
+    with _answered_until(until, conn):
+        result = await run_async(conn, operation)
+        if commits and not conn.autocommit:
+            await conn.commit()
+        return result
+
+
+@contextmanager
+def _answered_until(until: float, conn: AnyConnection | AnyAsyncConnection) -> Iterator[None]:
     began = monotonic()
     seconds = max(0.0, until - began)
     question = PendingAnswer("a call of the bus", cancel_after=seconds, cut_after=seconds)
     try:
         with question.asked(conn):
-            return run(conn, operation)
+            _clock.look_by(question.due)
+            yield
+        if question.was_cut:  # it answered at the last moment
+            conn.pgconn.finish()
     except psycopg.OperationalError as error:
         if not question.was_cut:
             raise
-        raise DatabaseUnavailableError(
-            f"the database has not answered for {monotonic() - began:.1f} s; what it was asked to do may have "
+        raise NoAnswerError(
+            f"the database has not answered for {monotonic() - began:.3g} s; what it was asked to do may have "
             f"been done"
         ) from error
 
 
-def _cancel(conn: Connection[Any]) -> None:
+def _cancel(conn: AnyConnection) -> None:
     with contextlib.suppress(psycopg.Error, OSError):
         conn.cancel_safe(timeout=CANCEL_TIMEOUT_SECONDS)
 
 
-def _cut(conn: Connection[Any]) -> None:
+def _cut(conn: AnyConnection | AnyAsyncConnection) -> None:
     """Ends every read and write of the socket; its owner still has to close it."""
     if isinstance(conn, OwnConnection) and not conn.has_its_socket:
         return  # its owner notices that itself
@@ -125,6 +169,15 @@ class _Clock:
         self._questions: weakref.WeakSet[PendingAnswer] = weakref.WeakSet()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
+        self._sooner = threading.Condition()
+        self._next_look = 0.0
+
+    def look_by(self, moment: float) -> None:
+        """Wake the clock if it would look at this question too late."""
+        with self._sooner:
+            if moment < self._next_look:
+                self._next_look = moment
+                self._sooner.notify()
 
     def add(self, question: PendingAnswer) -> None:
         with self._lock:
@@ -139,7 +192,7 @@ class _Clock:
 
     def _tick(self) -> None:
         while True:
-            time.sleep(TICK_SECONDS)
+            self._sleep()
             with self._lock:
                 questions = list(self._questions)
             for question in questions:
@@ -147,6 +200,14 @@ class _Clock:
                     question.check(monotonic())
                 except Exception:
                     logger.exception("the answer clock could not look at %s", question.name)
+
+    def _sleep(self) -> None:
+        with self._sooner:
+            with self._lock:
+                due = [question.due for question in self._questions]
+            self._next_look = min([monotonic() + TICK_SECONDS, *due])
+            while (seconds := self._next_look - monotonic()) > 0:
+                self._sooner.wait(seconds)
 
 
 _clock = _Clock()
