@@ -58,6 +58,7 @@ def test_every_block_of_the_guide_is_run_by_a_test_here() -> None:
         "bus.call(",
         "bus.wait_all(",
         "SendFailedError",
+        "handlers.discover(",
         "bus.create_batch(",
         "bus.start_process(",
         "ctx.limit(",
@@ -297,6 +298,23 @@ def test_the_sending_example_runs(bus: CommandBus) -> None:
     record = bus.get_command("orders", "ship-18")
     assert record is not None
     assert (record.correlation_id, record.max_attempts) == ("cart-4711", 5)
+
+
+def test_several_registries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    billing = HandlerRegistry()
+    billing.register("billing", "bill", lambda command, ctx: None)
+    folder = tmp_path / "shop" / "handlers"
+    folder.mkdir(parents=True)
+    (folder / "orders.py").write_text(
+        "from commandbus import HandlerRegistry\nparts = HandlerRegistry()\n"
+        "parts.register('orders', 'ship', lambda command, ctx: None)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    names: dict[str, Any] = {"HandlerRegistry": HandlerRegistry, "billing": billing}
+    exec(block("python", "handlers.discover("), names)
+    assert names["handlers"].domains == ["billing", "orders"]
+    for name in [name for name in sys.modules if name.partition(".")[0] == "shop"]:
+        del sys.modules[name]
 
 
 def test_a_send_that_cannot_hang(bus: CommandBus, capsys: pytest.CaptureFixture[str], database: str) -> None:

@@ -30,7 +30,7 @@ def load_registry(reference: str | None) -> HandlerRegistry:
     module_name, colon, path = reference.partition(":")
     if not colon or not module_name or not path:
         raise ConfigurationError(f"handlers {reference!r} is not {EXAMPLE}")
-    found: Any = _import(module_name)
+    found: Any = import_module(module_name)
     for name in path.split("."):
         if not hasattr(found, name):
             raise ConfigurationError(f"handlers {reference!r}: {_described(found)} has no {name!r}{_hint(found)}")
@@ -40,7 +40,8 @@ def load_registry(reference: str | None) -> HandlerRegistry:
     return found
 
 
-def _import(module_name: str) -> ModuleType:
+def import_module(module_name: str) -> ModuleType:
+    """Import a module of handlers; ConfigurationError says what went wrong, and where."""
     here = os.getcwd()
     if here not in sys.path and "" not in sys.path:
         sys.path.insert(0, here)

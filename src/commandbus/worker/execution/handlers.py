@@ -249,6 +249,18 @@ class HandlerRegistry(ScheduleDeclarations):
         self._handlers, self._limits = trial._handlers, trial._limits
         return made
 
+    def include(self, other: HandlerRegistry) -> None:
+        """Take over the handlers, processes, limits and schedules that another registry has now; all or none."""
+        from commandbus.worker.execution.include import include  # it needs us
+
+        include(self, other)
+
+    def discover(self, *modules: str) -> None:
+        """Import modules, and include the registries in them. "shop.handlers.*" means all modules of a package."""
+        from commandbus.worker.execution.include import discover
+
+        discover(self, modules)
+
     def get(self, domain: str, command_type: str) -> Handler | None:
         """The handler for a command, if there is one."""
         return self._handlers.get((domain, command_type))
