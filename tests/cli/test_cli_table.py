@@ -118,14 +118,17 @@ SHOWN = {
     "rejected": ["rejected"],
     "undelivered": ["undelivered"],
     "roles": ["roles", "--prefix", "table_of_roles"],
+    "schedules list": ["schedules", "list"],
+    "schedules show": ["schedules", "show", DOMAIN, TYPE],
 }
 """Every command that prints a table, and how it is called."""
-FIELDS = ("show", "limits show", "batch show", "process show")  # their fields are one line each
+FIELDS = ("show", "limits show", "batch show", "process show", "schedules show")  # their fields are one line each
 WITHOUT_TABLE = {
     *("demo", "migrate", "doctor", "worker", "send", "cancel", "pause", "resume", "prune"),
     *("domain create", "queue create", "embedded start", "embedded stop", "embedded status"),
     *("limits set", "limits unset", "limits estimate", "breakers open", "breakers close", "breakers reset"),
     *("tsq cancel", "tsq complete", "tsq retry", "process start", "process cancel", "process retry"),
+    *("wait", "schedules create", "schedules delete", "schedules pause", "schedules resume", "schedules run-now"),
     *("batch create", "batch watch", "batch add", "batch close", "batch cancel", "batch retry-failed"),
 }
 """Every other one."""
@@ -164,6 +167,9 @@ def pages(bus, database):
     bus.set_limit("ledger_of_the_south", concurrency=5, rate="120/m", reason="the contract of May says so")
     with Worker(registry, settings=quick_settings(database)):
         until(lambda: bus.status(DOMAIN)[0].in_tsq == 4)
+    bus.schedules.create(
+        DOMAIN, TYPE, cron="30 2 * * *", timezone="America/Argentina/Buenos_Aires", operator="anna"
+    )
     bus.start_process("settle_invoice", domain=DOMAIN, process_id=ID.format(30))
     bus.pause(DOMAIN, TYPE, operator="anna.schmidt@example.com", reason="wait for the ledger")
     bus.open_breaker(DOMAIN, TYPE, operator="anna.schmidt@example.com", reason=ERROR)

@@ -66,7 +66,7 @@ def assert_sentences(out: str, chunks: int) -> None:
         r"estimate  one that is sent now would wait about \d+ s \(\d+ ahead at docai\)",
         r"parked    chunk-\d+ and \d+ more: waits for a permit of docai \(5 at once, 100/m\)",
         r"parked    chunk-\d+ and \d+ more: .*429 from docai, step \d of the back-off",
-        r"failed    chunk-\d+: timeout; it is tried again",
+        r"failed    chunk-\d+: no answer from docai within 5 s \(limit call timeout\); it is tried again",
         r"kill -9 of the API",
     ):
         assert re.search(sentence, out), f"{sentence} is nowhere in\n{out}"

@@ -178,8 +178,8 @@ def test_a_part_that_is_blocked_or_ends_is_named_in_time_and_its_worker_is_repla
 
 HARM_CORONER = """import threading, pathlib
     from commandbus.supervisor.coroner import Coroner
-    look = Coroner._scout
-    def scout(self):
+    look = Coroner._look_for_work
+    def look_or_harm(self):
         harm = pathlib.Path("harm")
         if harm.exists():
             how = harm.read_text()
@@ -188,7 +188,7 @@ HARM_CORONER = """import threading, pathlib
                 raise SystemExit("out of order")
             threading.Event().wait()
         look(self)
-    Coroner._scout = scout"""
+    Coroner._look_for_work = look_or_harm"""
 
 
 @pytest.mark.slow

@@ -25,12 +25,12 @@ import mmap
 import os
 import stat
 import struct
-import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Final, Self
 
+from commandbus.clock import epoch, monotonic
 from commandbus.logger import safe_logger
 
 logger = safe_logger("commandbus.worker")
@@ -56,7 +56,7 @@ class RunningFile:
         self._memory = memory
         self._start = start
         self._domains = {name: index for index, name in enumerate(domains)}
-        self._touched_at = time.monotonic()
+        self._touched_at = monotonic()
         self._pack = _RECORD.pack_into
 
     @classmethod
@@ -88,7 +88,7 @@ class RunningFile:
 
     def keep(self) -> None:
         """The worker lives: others leave its file alone."""
-        now = time.monotonic()
+        now = monotonic()
         if now - self._touched_at > TOUCH_SECONDS:
             self._touched_at = now
             with suppress(OSError):
@@ -173,5 +173,5 @@ def _boot() -> str:
 def _remove_old(folder: Path) -> None:
     for path in folder.iterdir():
         with suppress(OSError):
-            if time.time() - path.stat().st_mtime > KEPT_SECONDS:
+            if epoch() - path.stat().st_mtime > KEPT_SECONDS:
                 path.unlink()

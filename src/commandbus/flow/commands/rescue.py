@@ -51,7 +51,7 @@ class Rule:
             document["max_attempts"],
             tuple(document["backoff_schedule"]),
             document["jitter"],
-            on_exhausted=document["on_exhausted"],
+            on_exhausted=document.get("on_exhausted", "troubleshoot"),
         )
         return cls(policy, document.get("on_timeout", "retry"), document.get("isolation", "thread"))
 

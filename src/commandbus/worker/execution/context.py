@@ -120,14 +120,14 @@ class HandlerTransaction(Generic[C]):
         return self.connection.cursor  # type: ignore[attr-defined]
 
     @property
-    def commit(self) -> Any:
+    def commit(self) -> Callable[[], object]:
         """`connection.commit`, which raises TransactionEndedError: the block commits at its end."""
-        return self.connection.commit  # type: ignore[attr-defined]
+        return self.connection.commit  # type: ignore[attr-defined,no-any-return]
 
     @property
-    def rollback(self) -> Any:
+    def rollback(self) -> Callable[[], object]:
         """`connection.rollback`: only before an error. Otherwise the block raises TransactionEndedError."""
-        return self.connection.rollback  # type: ignore[attr-defined]
+        return self.connection.rollback  # type: ignore[attr-defined,no-any-return]
 
 
 class _Context:
