@@ -32,6 +32,7 @@ from commandbus.flow.batches.operate import leftovers
 from commandbus.flow.breakers.breaker import Bad, advance, judge, report, watch
 from commandbus.flow.commands.claim import announce, withdraw
 from commandbus.flow.commands.claimed_row import Fence
+from commandbus.flow.commands.prune import ASIDES, prune_excess
 from commandbus.flow.commands.renew import pending_cancels
 from commandbus.flow.commands.unpark import unkept
 from commandbus.flow.setup.roles import print_roles
@@ -197,6 +198,8 @@ def test_a_worker_works(work: Bus, acting: Roles, db: psycopg.Connection[Any]) -
     assert worker.settle(fail(found["two"], PermanentCommandError())) == {}
     db.execute("SELECT pgmq.archive('orders__commands', %s)", (send_raw(db, "[]"),))
     assert worker.prune(age=0).archived == 1
+    for table in ASIDES:  # its maintenance thread does so every minute
+        assert worker.run(prune_excess(table, 1000, 1 << 20)) == 0
     for act in [*_pausing(worker), *_setting_up(worker)]:
         assert_refused(act)
 

@@ -107,9 +107,10 @@ _WORKER = [
     ("INSERT, UPDATE", ("command", "batch", "process", "process_step", "worker", "breaker")),
     (  # history stays: only the prune functions remove it
         "INSERT",
-        ("attempt", "operator_action", "control_action", "undelivered_reply", "stray_reply"),
+        ("attempt", "operator_action", "control_action"),
     ),
-    ("INSERT, DELETE", ("batch_delta", "rejected_message")),
+    # What was set aside is dropped when there is too much of it (sql/commands/prune_excess.sql).
+    ("INSERT, DELETE", ("batch_delta", "rejected_message", "undelivered_reply", "stray_reply")),
     ("INSERT, UPDATE, DELETE", ("tsq", "parked", "waiting", "limit_client", "schedule", "schedule_declaration")),
     ("INSERT, UPDATE", ("limits", "limit_mode")),
     ("UPDATE", ("pause",)),  # FOR KEY SHARE needs it
