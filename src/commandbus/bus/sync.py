@@ -238,6 +238,8 @@ class CommandBus(BreakerMethods, LimitMethods, WaitMethods, DataAccess):
         on_conflict: OnConflict | None = None,
         debounce: Duration | None = None,
         max_delay: Duration | None = None,
+        key_limit: str | None = None,
+        key: str | None = None,
         conn: object = None,
     ) -> SentCommand:
         """Send a command; with `conn` in the caller's transaction.
@@ -255,10 +257,13 @@ class CommandBus(BreakerMethods, LimitMethods, WaitMethods, DataAccess):
         A command has its key while it is "unfinished" (the default) or "waiting", or for a duration after it was
         sent (`unique_while`). `debounce="5s"`: of all that are sent with the key, the last one runs when none has
         been sent for 5 s, at most `max_delay` (else 10 times as long) after the first.
+
+        `key` puts the command into the line of that key: the key limit `key_limit` says how many of a key run at
+        once, and whether in the order of sending (`bus.key_limits`).
         """
         new = NewCommand(
             command_type, data, command_id, correlation_id, reply_to, max_attempts, delay, at, headers,
-            timeout, expires, on_exhausted, unique, unique_while, on_conflict, debounce, max_delay,
+            timeout, expires, on_exhausted, unique, unique_while, on_conflict, debounce, max_delay, key_limit, key,
         )  # fmt: skip
         return self.commands.save(domain, new, conn=conn)
 
