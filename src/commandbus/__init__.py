@@ -70,6 +70,7 @@ _NAMES = {
     "commandbus.model.json_values": "Json JsonValue",
     "commandbus.model.limit": "StoreName Limit LimitOptions Rate",
     "commandbus.model.page": "Page",
+    "commandbus.model.priority": "Priority",
     "commandbus.model.process": """
         NewProcess ProcessRecord ProcessStatus StartedProcess StepRecord StepStatus StrayReply
     """,

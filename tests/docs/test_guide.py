@@ -66,6 +66,7 @@ def test_every_block_of_the_guide_is_run_by_a_test_here() -> None:
         "def import_file",
         "give_up_on=",
         "debounce=",
+        "urgent = bus.send",
         "def test_an_order_is_shipped",
         "bus.queues.",
         "RedisSemaphore(",
@@ -202,6 +203,16 @@ def test_the_examples_of_unique_keys_run(bus: CommandBus) -> None:
     assert waiting == [
         ("invoice", {"order_no": 17}), ("reindex", {"page": 2}), ("save_draft", {"text": "Hello"}),
     ]  # fmt: skip
+
+
+def test_the_example_of_priorities_runs(bus: CommandBus, database: str) -> None:
+    exec(block("python", "urgent = bus.send"), {"bus": bus})
+    order: list[Any] = []
+    handlers = HandlerRegistry()
+    handlers.register("orders", "invoice", lambda command, ctx: order.append(command.data["order_no"]))
+    Worker(handlers, database_url=database, concurrency=1).run(until_idle=True)
+    assert order[0] == 20
+    assert sorted(order) == [18, 19, 20]
 
 
 def test_the_batch_example_runs(bus: CommandBus, database: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -31,7 +31,7 @@ _PLACEHOLDER = re.compile(r"%\((\w+)\)s|%s|%%")
 _BODY = re.compile(
     r"CREATE (?:OR REPLACE )?FUNCTION (?P<name>\S+?)\((?P<head>.*?)\$\$(?P<body>.*?)\$\$", re.DOTALL
 )
-_PARTS_ONLY = {"limits/claimable", "batches/settle_done_batches", "commands/settle_groups"}
+_PARTS_ONLY = {"commands/others_due", "limits/claimable", "batches/settle_done_batches", "commands/settle_groups"}
 _HOLE = "hole"
 _LOCKING = {
     "breakers/lock": "FOR UPDATE",
@@ -95,6 +95,8 @@ def _in_files() -> Iterator[Found]:
                 **send.CALLERS_IDS,
                 **batch._RETRIES,
                 "kind": claim.OURS,
+                "others": sql.part("commands/others_due"),
+                "shift": claim._SHIFTS[claim.HIGH],
                 "table": "rejected_message",
                 "of_age": unhandled._OF_AGE,
                 **messages.LAST_READ,

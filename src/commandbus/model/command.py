@@ -26,6 +26,7 @@ from commandbus.clock import epoch
 from commandbus.model.durations import Duration, roughly
 from commandbus.model.json_values import Json, JsonValue
 from commandbus.model.payload import loads_or_none
+from commandbus.model.priority import Priority
 from commandbus.model.retry import OnExhausted
 from commandbus.model.unique_key import OnConflict
 
@@ -124,8 +125,8 @@ class NewCommand:
     `timeout` is how long one attempt of this command may take; 0 means no deadline, None leaves it to its handler
     and its worker. `delay` is how long it waits before it may run. `expires`: if it has not started by then (a
     duration from its sending, or a datetime with a time zone), it is CANCELED with code EXPIRED. `on_exhausted`:
-    what happens when its attempts are used up ("troubleshoot" or "fail"); None leaves it to its handler. Durations
-    are seconds, text such as "2m", or a timedelta.
+    what happens when its attempts are used up ("troubleshoot" or "fail"); None leaves it to its handler.
+    `priority`: "high", "normal" or "low". Durations are seconds, text such as "2m", or a timedelta.
 
     `unique` and what belongs to it (`unique_while`, `on_conflict`, `debounce`, `max_delay`) are for `send` and
     `bus.commands.save`; `send_many` and batches refuse them.
@@ -148,6 +149,7 @@ class NewCommand:
     on_conflict: OnConflict | None = None
     debounce: Duration | None = None
     max_delay: Duration | None = None
+    priority: Priority | None = None
 
 
 class SentCommand(NamedTuple):
@@ -240,6 +242,7 @@ class CommandRecord:
     expires_at: datetime | None = None
     on_exhausted: OnExhausted | None = None
     snoozes: int = 0
+    priority: Priority = "normal"
 
     @property
     def apart_text(self) -> str | None:

@@ -37,7 +37,7 @@ _TABLES = (
 
 _SENT = (
     "domain, command_id, command_type, msg_id, max_attempts, correlation_id, reply_to, headers, data, timeout, "
-    "expires_at, on_exhausted"
+    "expires_at, on_exhausted, priority"
 )
 _SENDING = (
     "compare_commands(text, json)",

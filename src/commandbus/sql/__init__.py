@@ -12,6 +12,20 @@ from importlib.resources import files
 
 from commandbus.model.names import check_queue, pgmq_table, queue_of
 
+_BANDS = {
+    "millennium": "interval '8766000 hours'",
+    "due_at": (
+        "(CASE WHEN vt < 'epoch' THEN vt + interval '8766000 hours' "
+        "WHEN vt >= timestamptz 'epoch' + interval '8766000 hours' THEN vt - interval '8766000 hours' ELSE vt END)"
+    ),
+    "bands": (
+        "pg_catalog.unnest(ARRAY[interval '0', interval '-8766000 hours', interval '8766000 hours']) "
+        "AS band (shift)"
+    ),
+}
+"""The bands of vt (ADR 27). Messages of high priority are a thousand years early, those of low priority late.
+Hours, because days and years depend on the session's time zone. `due_at` is the moment itself."""
+
 _COMPATIBLE = re.compile(r"^-- Compatible: yes\b", re.MULTILINE)
 
 
@@ -22,7 +36,8 @@ def text(
     """The statement in `<name>.sql`, for one domain's queue, or for a PGMQ queue by its own name: one of ours
     (`queue`), or any (`pgmq`), whose name is then quoted.
 
-    `parts` fill the other places that a statement leaves open, from constants in this package.
+    `parts` fill the other places that a statement leaves open, from constants in this package. Every statement may
+    use those of the bands of priorities.
     """
     statement = _read(f"{name}.sql")
     if domain is not None:
@@ -32,7 +47,7 @@ def text(
         parts |= {"queue": f"q_{check_queue(queue, what='queue')}", "archive": f"a_{queue}"}
     if pgmq is not None:
         parts |= {"queue": pgmq_table(pgmq), "archive": pgmq_table(pgmq, kind="a")}
-    for place, part in parts.items():
+    for place, part in {**parts, **_BANDS}.items():
         statement = statement.replace("{" + place + "}", part)
     return statement.encode()
 

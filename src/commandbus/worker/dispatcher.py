@@ -230,8 +230,11 @@ class Dispatcher:
 
     # --- deliver ----------------------------------------------------------------------------------------------
 
-    def deliver(self, domain: str, rows: Sequence[tuple[Any, ...]], claimed_at: float) -> list[tuple[Any, ...]]:
-        """Hand rows to the lanes; returns those of unknown types, which the claimer parks."""
+    def deliver(
+        self, domain: str, rows: Sequence[tuple[Any, ...]], claimed_at: float, *, are_first: bool = False
+    ) -> list[tuple[Any, ...]]:
+        """Hand rows to the lanes, before what waits there if they are of high priority. Returns those of unknown
+        types, which the claimer parks."""
         if self._from_before:
             self._lose_reused(domain, rows)
         unhandled: list[tuple[Any, ...]] = []
@@ -280,11 +283,11 @@ class Dispatcher:
             else:
                 sync.append(attempt)
         if routed:
-            self._router.push(routed)
+            self._router.push(routed, are_first=are_first)
         if sync:
-            self._slots.push(sync)
+            self._slots.push(sync, are_first=are_first)
         if asynchronous and self.loop is not None:
-            self.loop.push(asynchronous)
+            self.loop.push(asynchronous, are_first=are_first)
         if limited:
             self._limited.permit_request(limited)
         self._give_back_if_closed()

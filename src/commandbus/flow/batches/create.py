@@ -268,7 +268,7 @@ class Fingerprint:
             self.add(
                 item.command_id if item.has_own_id else None, item.command_type, send.canonical(item.data),
                 send.canonical(item.headers), item.correlation_id, item.reply_to, item.max_attempts,
-                item.timeout_seconds, item.on_exhausted,
+                item.timeout_seconds, item.on_exhausted, *([] if item.priority is None else [item.priority]),
             )  # fmt: skip
             yield item
 

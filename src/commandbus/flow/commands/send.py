@@ -24,7 +24,7 @@ from commandbus.errors import (
     UnknownDomainError,
 )
 from commandbus.flow.operation import Statement, Steps, no_schema, operation
-from commandbus.model import envelope, names, payload, unique_key
+from commandbus.model import envelope, names, payload, priority, unique_key
 from commandbus.model.command import NewCommand, SentCommand, new_command_id
 from commandbus.model.durations import Duration, parse_seconds
 
@@ -64,6 +64,7 @@ class Outgoing(NamedTuple):
     timeout_seconds: float | None
     expires: float | str | None  # seconds, or a moment as ISO text
     on_exhausted: str | None
+    priority: int | None  # 1 is high, -1 is low
     has_own_id: bool  # the caller chose the command_id, so it may exist already
 
 
@@ -86,6 +87,7 @@ def prepare(new: NewCommand, *, max_bytes: int = payload.DEFAULT_MAX_BYTES) -> O
         timeout_seconds=envelope.timeout_seconds(new.timeout),
         expires=_expiry_of(new),
         on_exhausted=new.on_exhausted,
+        priority=priority.to_number(new.priority),
         has_own_id=new.command_id is not None,
     )
 
@@ -184,13 +186,14 @@ def _statement(domain: str, outgoing: Outgoing) -> Statement:
             "at": outgoing.at,
             "timeout": outgoing.timeout_seconds,
             "on_exhausted": outgoing.on_exhausted,
+            "priority": outgoing.priority,
             **expiry_params(outgoing),
         },
         only_inserts=True,
     )
 
 
-_NOTHING_MORE = [None, None, None, None, 0.0, None, None, None, None]
+_NOTHING_MORE = [None, None, None, None, 0.0, None, None, None, None, None]
 _NOTHING_BUT_DATA = (*_NOTHING_MORE, False)
 
 
@@ -247,6 +250,7 @@ def _difference(item: Outgoing, other: Outgoing) -> str | None:
         "max_attempts": (item.max_attempts, other.max_attempts),
         "timeout": (item.timeout_seconds, other.timeout_seconds),
         "on_exhausted": (item.on_exhausted, other.on_exhausted),
+        "priority": (item.priority, other.priority),
         "headers": (canonical(item.headers), canonical(other.headers)),
     }
     return next((name for name, (ours, theirs) in pairs.items() if ours != theirs), None)
@@ -286,6 +290,8 @@ def json_rows(outgoing: Iterable[Outgoing]) -> str:
             row += f',"o":{item.timeout_seconds!r}'
         if item.on_exhausted is not None:
             row += f',"f":"{item.on_exhausted}"'
+        if item.priority is not None:
+            row += f',"p":{item.priority}'
         if isinstance(item.expires, str):
             row += f',"z":"{item.expires}"'
         elif item.expires is not None:

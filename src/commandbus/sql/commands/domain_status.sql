@@ -18,4 +18,4 @@ SELECT pg_catalog.count(*) FILTER (WHERE NOT held AND vt <= pg_catalog.now()),
        ARRAY(SELECT command_type FROM commandbus.pause
               WHERE domain = %(domain)s AND command_type <> '' ORDER BY 1),
        (SELECT pg_catalog.count(*) FROM commandbus.rejected_message WHERE domain = %(domain)s)
-  FROM (SELECT vt, enqueued_at, COALESCE(headers ? 'held_by'::text, false) AS held FROM pgmq.{queue}) q
+  FROM (SELECT {due_at} AS vt, enqueued_at, COALESCE(headers ? 'held_by'::text, false) AS held FROM pgmq.{queue}) q

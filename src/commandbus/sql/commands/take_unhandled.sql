@@ -25,7 +25,7 @@ WITH chosen AS MATERIALIZED (
      ORDER BY msg_id
        FOR UPDATE SKIP LOCKED
 ), reached AS MATERIALIZED (
-    SELECT (extract(epoch FROM greatest(pg_catalog.max(vt), 'epoch')) * 1000000::numeric)::bigint AS last_vt,
+    SELECT (extract(epoch FROM greatest(pg_catalog.max({due_at}), 'epoch')) * 1000000::numeric)::bigint AS last_vt,
            (extract(epoch FROM pg_catalog.now()) * 1000000::numeric)::bigint AS claimed_at
       FROM picked
 ), holder AS MATERIALIZED (

@@ -20,7 +20,8 @@ WITH picked AS MATERIALIZED (
     DELETE FROM commandbus.tsq WHERE command IN (SELECT command FROM picked)
 ), queued AS (
     INSERT INTO pgmq.{queue} (vt, message)
-    SELECT pg_catalog.clock_timestamp(), pg_catalog.jsonb_build_object('command', command) FROM picked
+    SELECT pg_catalog.clock_timestamp(), pg_catalog.jsonb_strip_nulls(pg_catalog.jsonb_build_object('command', p.command, 'p', c.priority))
+      FROM picked p LEFT JOIN commandbus.command c ON c.id = p.command
     RETURNING msg_id, (message ->> 'command'::text)::bigint AS command
 ), moved AS (
     UPDATE commandbus.command c
