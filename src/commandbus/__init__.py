@@ -27,6 +27,7 @@ _NAMES = {
     "commandbus.bus.repositories.audit": "AsyncAuditLogger AuditLogger",
     "commandbus.bus.repositories.batches": "AsyncBatchRepository BatchRepository",
     "commandbus.bus.repositories.commands": "AsyncCommandRepository CommandRepository",
+    "commandbus.bus.repositories.key_limits": "AsyncKeyLimitRepository KeyLimitRepository",
     "commandbus.bus.repositories.processes": "AsyncProcessRepository ProcessRepository",
     "commandbus.bus.repositories.schedules": "AsyncScheduleRepository ScheduleRepository",
     "commandbus.errors": """
@@ -40,7 +41,7 @@ _NAMES = {
         MissingPrivilegeError PermanentCommandError ProcessNotFoundError RateLimitError
         ScheduleNotFoundError SchemaError SendFailedError TransactionEndedError TransactionUsedError
         TransientCommandError UnknownCommandTypeError UnknownDomainError UnknownLimitError
-        UniqueConflictError UniqueKeyLockedError UnknownQueueError
+        UniqueConflictError UniqueKeyLockedError UnknownKeyLimitError UnknownQueueError
     """,
     "commandbus.flow.breakers.operate": "BreakerInfo",
     "commandbus.flow.commands.audit_events": "NewAuditEvent",
@@ -68,6 +69,7 @@ _NAMES = {
     "commandbus.model.api_errors": "parse_retry_after raise_for_rate_limit",
     "commandbus.model.durations": "Duration",
     "commandbus.model.json_values": "Json JsonValue",
+    "commandbus.model.key_limit": "KeyLimit KeyLine OnFailure",
     "commandbus.model.limit": "StoreName Limit LimitOptions Rate",
     "commandbus.model.page": "Page",
     "commandbus.model.process": """

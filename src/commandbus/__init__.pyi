@@ -30,6 +30,12 @@ from commandbus.bus.repositories.commands import (
 from commandbus.bus.repositories.commands import (
     CommandRepository as CommandRepository,
 )
+from commandbus.bus.repositories.key_limits import (
+    AsyncKeyLimitRepository as AsyncKeyLimitRepository,
+)
+from commandbus.bus.repositories.key_limits import (
+    KeyLimitRepository as KeyLimitRepository,
+)
 from commandbus.bus.repositories.processes import (
     AsyncProcessRepository as AsyncProcessRepository,
 )
@@ -181,6 +187,9 @@ from commandbus.errors import (
     UnknownDomainError as UnknownDomainError,
 )
 from commandbus.errors import (
+    UnknownKeyLimitError as UnknownKeyLimitError,
+)
+from commandbus.errors import (
     UnknownLimitError as UnknownLimitError,
 )
 from commandbus.errors import (
@@ -314,6 +323,15 @@ from commandbus.model.json_values import (
 )
 from commandbus.model.json_values import (
     JsonValue as JsonValue,
+)
+from commandbus.model.key_limit import (
+    KeyLimit as KeyLimit,
+)
+from commandbus.model.key_limit import (
+    KeyLine as KeyLine,
+)
+from commandbus.model.key_limit import (
+    OnFailure as OnFailure,
 )
 from commandbus.model.limit import (
     Limit as Limit,

@@ -123,6 +123,18 @@ class UniqueKeyLockedError(CommandBusError, TimeoutError):
         self.key = key
 
 
+class UnknownKeyLimitError(CommandBusError, LookupError):
+    """A domain has no key limit of this name."""
+
+    def __init__(self, domain: str, name: str) -> None:
+        super().__init__(
+            f"domain {domain!r} has no key limit {name!r}: create it with bus.key_limits.set, or with "
+            f"`commandbus keys set`"
+        )
+        self.domain = domain
+        self.key_limit = name
+
+
 class DuplicateProcessError(CommandBusError):
     """The process_id is taken by a process with other content."""
 

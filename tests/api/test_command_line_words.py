@@ -24,6 +24,7 @@ DURATIONS = {
     "process start --deadline",
     "prune --age",
     "roles --keep",
+    "keys override --until",
     "schedules create --every",
     "schedules create --expires",
     "schedules create --timeout",

@@ -148,6 +148,12 @@ TRIES: dict[str, Try] = {
     ),
     **of_queues("set_vt(vt)", lambda queues, value: queues.set_vt("replies", 1, vt=value)),
     **of_queues("wait_for(wait)", lambda queues, value: queues.wait_for("replies", wait=value)),
+    **{
+        f"{bus.replace('CommandBus', 'KeyLimitRepository')}.override(until)": tried
+        for bus, tried in of_bus(
+            lambda bus, value: bus.key_limits.override("orders", "x", "k", concurrency=1, until=value)
+        )
+    },
     **of_schedules("create(every)", lambda schedules, value: schedules.create("orders", "x", every=value)),
     **of_schedules(
         "create(timeout)", lambda schedules, value: schedules.create("orders", "x", every=60, timeout=value)

@@ -69,7 +69,7 @@ ANY_IS_LEFT = {
     r"HandlerTransaction\.(cursor|execute)": "those of the connection, which is sync or async",
     r"(BaseProcessManager|Saga)\.on_\w+\(tx\)": "a HandlerTransaction, of a layer above; sync or async",
     r"HandlerRegistry\.register_process\(manager\)|ProcessReplyRouter\(managers\)": "managers of any state",
-    r"(Async)?(PgmqClient|(Command|Batch|Process|Schedule)Repository|AuditLogger)\(source\)": "psycopg's rows",
+    r"(Async)?(PgmqClient|\w+Repository|AuditLogger)\(source\)": "psycopg's rows",
     r"AsyncWorker\(options\)": "those of Worker, which checks them",
     r"HandlerRegistry\.dispatch(\(context\))?": "any context; the result is the handler's own",
     r"Handler[.(]function\)?": "what people wrote: its result is JSON, or awaited first",

@@ -185,3 +185,17 @@ def test_an_unreadable_file_is_a_usage_error(orders, tmp_path, content):
     if content is not None:
         file.write_bytes(content)
     assert orders("send", "orders", "--from", str(file)).code == ExitCode.USAGE
+
+
+def test_key_limits(orders, bus):
+    assert orders("keys", "list").out == "there are no key limits\n"
+    assert orders("keys", "set", "orders", "tenant", "--concurrency", "3", "--json").document["concurrency"] == 3
+    assert orders("send", "orders", "ship", "1", "--key-limit", "tenant", "--key", "17").code == ExitCode.OK
+    assert orders("keys", "override", "orders", "tenant", "17", "--concurrency", "5", "--until", "2h").code == 0
+    (line,) = orders("keys", "show", "orders", "tenant", "--json").document
+    assert (line["key"], line["concurrency"], line["waiting"]) == ("17", 5, 1)
+    assert "0 of 5" in orders("keys", "show", "orders", "tenant", "17").out
+    assert "tenant" in orders("keys", "list", "orders").out
+    refused = orders("keys", "delete", "orders", "tenant")
+    assert (refused.code, "unfinished" in refused.err) == (ExitCode.REFUSED, True)
+    assert orders("send", "orders", "ship", "--key", "17").code == ExitCode.USAGE

@@ -27,6 +27,7 @@ from commandbus import (
     CommandStatus,
     HandlerRegistry,
     HandlerTransaction,
+    NewCommand,
     OnComplete,
     PermanentCommandError,
     RateLimitError,
@@ -66,6 +67,7 @@ def test_every_block_of_the_guide_is_run_by_a_test_here() -> None:
         "def import_file",
         "give_up_on=",
         "debounce=",
+        "bus.key_limits.",
         "def test_an_order_is_shipped",
         "bus.queues.",
         "RedisSemaphore(",
@@ -202,6 +204,13 @@ def test_the_examples_of_unique_keys_run(bus: CommandBus) -> None:
     assert waiting == [
         ("invoice", {"order_no": 17}), ("reindex", {"page": 2}), ("save_draft", {"text": "Hello"}),
     ]  # fmt: skip
+
+
+def test_the_examples_of_key_limits_run(bus: CommandBus, capsys: pytest.CaptureFixture[str]) -> None:
+    exec(block("python", "bus.key_limits."), {"bus": bus, "NewCommand": NewCommand})
+    assert capsys.readouterr().out == "tenant 17: 0 of 10, 1 waiting\n"
+    (line,) = bus.key_limits.lines("orders", "account")
+    assert (line.key, line.released, line.waiting) == ("DE-4711", 0, 2)
 
 
 def test_the_batch_example_runs(bus: CommandBus, database: str, capsys: pytest.CaptureFixture[str]) -> None:

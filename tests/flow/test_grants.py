@@ -35,9 +35,11 @@ from commandbus.flow.commands.claimed_row import Fence
 from commandbus.flow.commands.prune import ASIDES, prune_excess
 from commandbus.flow.commands.renew import pending_cancels
 from commandbus.flow.commands.unpark import unkept
+from commandbus.flow.keys.operate import set_key_limit
 from commandbus.flow.setup.roles import print_roles
 from commandbus.flow.workers.registry import WorkerIdentity, beat
 from commandbus.model.breaker import Breaker
+from commandbus.model.key_limit import KeyLimit
 from commandbus.sql import migrations
 from support.waiting import until
 from support.workers import quick_settings
@@ -88,6 +90,7 @@ def _sending(bus: Bus) -> list[Callable[[], Any]]:
         lambda: bus.send("orders", "Ship", command_id="mine", delay=5),
         lambda: bus.send("orders", "Ship", unique="key"),
         lambda: bus.send("orders", "Ship", unique="key", on_conflict="replace"),
+        lambda: bus.send("orders", "Ship", key_limit="tenant", key="17"),
         lambda: bus.send_many("orders", [NewCommand("Ship"), NewCommand("Ship", command_id="two")]),
     ]
 
@@ -117,6 +120,8 @@ def _pausing(bus: Bus) -> list[Callable[[], Any]]:
 def work(orders: Bus) -> Bus:
     """Something for everybody to do."""
     orders.create_queue("answers")
+    limit = KeyLimit.make("orders", "tenant", concurrency=2, ordered=False, on_failure=None)
+    orders.run(set_key_limit(limit))
     orders.send_many("orders", [NewCommand("Ship", command_id=f"t{n}", reply_to="answers") for n in range(1, 6)])
     attempts = orders.claim()
     orders.settle([fail(attempt, PermanentCommandError()) for attempt in attempts])

@@ -19,6 +19,7 @@ from commandbus.flow.commands.renew import pending_cancels, renew
 from commandbus.flow.commands.send import prepare
 from commandbus.flow.commands.send_unique import send_unique
 from commandbus.flow.commands.settle import settle
+from commandbus.flow.keys.release import LineKey, release
 from commandbus.model.command import CommandStatus, NewCommand
 from commandbus.model.outcome import Failure, Judgement, Verdict
 from commandbus.model.unique_key import OnConflict, UniqueRule
@@ -279,6 +280,26 @@ def test_send_with_a_key(conn: Conn, generic: bool, key: str, on_conflict: OnCon
     plan = explain(conn, statement, generic=generic)
     assert plan.rows == 1
     assert plan.buffers < 120, plan
+
+
+def test_release_of_keys(conn: Conn, generic: bool) -> None:
+    """Of 100,000 commands in the lines of 1,001 keys, one of which has half of them, some keys are released."""
+    conn.execute(
+        "INSERT INTO commandbus.keyed (command, msg_id, domain, key_limit, key, state) "
+        "SELECT id, msg_id, domain, 'tenant', CASE WHEN id % 2 = 0 THEN 'big' ELSE 'k' || id / 2 % 1000 END, "
+        "'WAITING' "
+        "FROM commandbus.command WHERE domain = 'backlog'"
+    )
+    conn.execute("INSERT INTO commandbus.key_limit VALUES ('backlog', 'tenant', 3, false, true)")
+    keys = [LineKey("tenant", "big"), *(LineKey("tenant", f"k{n}") for n in range(20))]
+    releasing = release("backlog", keys).steps
+    next(releasing)
+    plan = explain(conn, releasing.send(list(keys)), generic=generic)
+    for relation in (queue("backlog"), "command", "keyed"):
+        assert plan.kinds(relation) <= DIRECT, plan
+        assert plan.visited(relation) <= 10 * 3 * len(keys), plan
+    released = conn.execute("SELECT count(*) FROM commandbus.keyed WHERE state = 'RELEASED'").fetchone()
+    assert released == (3 * len(keys),)
 
 
 @ANALYSED

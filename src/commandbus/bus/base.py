@@ -19,7 +19,7 @@ from commandbus.db.bus_pool import AsyncBusPool, BusPool, leave_to_parent
 from commandbus.db.database_address import Database
 from commandbus.errors import ConfigurationError, InvalidCommandError, InvalidOperationError
 from commandbus.flow.commands import send
-from commandbus.flow.operation import Operation, Plan
+from commandbus.flow.operation import Operation, Plan, then
 from commandbus.lazy import lazy
 from commandbus.logger import safe_logger
 from commandbus.model import names, unique_key
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from commandbus.flow.breakers.operate import Guard
     from commandbus.flow.commands import call, inspect, prune, send_unique
     from commandbus.flow.commands.prune import Retention
+    from commandbus.flow.keys import send as send_keyed
     from commandbus.flow.queues.messages import Shapes
     from commandbus.flow.setup import migrate, roles
     from commandbus.flow.setup.migrate import SchemaState
@@ -42,6 +43,7 @@ else:
     migrate = lazy("commandbus.flow.setup.migrate")
     prune = lazy("commandbus.flow.commands.prune")
     send_unique = lazy("commandbus.flow.commands.send_unique")
+    send_keyed = lazy("commandbus.flow.keys.send")
     roles = lazy("commandbus.flow.setup.roles")
 
 logger = safe_logger("commandbus.bus")
@@ -95,8 +97,15 @@ class BusBase:
     def _prepare(self, domain: str, new: NewCommand) -> tuple[str, Operation[SentCommand]]:
         """Returns the command_id that it will have, and what sends it."""
         new, rule = unique_key.split(new)
-        outgoing = send.prepare(new, max_bytes=self.settings.max_payload_bytes)
+        if rule is not None and new.key is not None:
+            raise InvalidCommandError(
+                f"key ({names.shown(new.key)}) cannot be given with unique; leave one of them out"
+            )
+        outgoing = send.prepare(new, max_bytes=self.settings.max_payload_bytes, takes_key=True)
         names.check_domain(domain)
+        if outgoing.key is not None:
+            keyed = then(send_keyed.send_keyed(domain, [outgoing]), lambda sent: sent[0])
+            return self._unless_refused(domain, keyed, [new.command_type])
         sending = send.send(domain, outgoing) if rule is None else send_unique.send_unique(domain, outgoing, rule)
         return outgoing.command_id, self._unless_refused(domain, sending, [new.command_type])
 
@@ -128,11 +137,11 @@ class BusBase:
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise ValueError(f"chunk_size must be a whole number of at least 1, not {size!r}")
         limit = self.settings.max_payload_bytes
-        outgoing = send.prepare_all(commands, max_bytes=limit)
+        outgoing = send.prepare_all(commands, max_bytes=limit, takes_key=True)
         while chunk := list(islice(outgoing, size)):
-            yield self._unless_refused(
-                domain, send.send_chunk(domain, chunk), (item.command_type for item in chunk)
-            )
+            has_keys = any(item.key is not None for item in chunk)
+            sending = send_keyed.send_keyed(domain, chunk) if has_keys else send.send_chunk(domain, chunk)
+            yield self._unless_refused(domain, sending, (item.command_type for item in chunk))
 
     def _guard(self, domain: str) -> Guard | None:
         """Returns a Guard that refuses commands whose breaker is open; None if no command type is configured

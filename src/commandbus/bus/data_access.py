@@ -1,5 +1,6 @@
 """The data-access layer of a bus: its parts (`bus.queues`, `bus.commands`, `bus.audit`, `bus.batches`,
-`bus.processes`, `bus.schedules`), and short names for their methods. Only the parts contain the code."""
+`bus.processes`, `bus.schedules`, `bus.key_limits`), and short names for their methods. Only the parts contain the
+code."""
 
 from __future__ import annotations
 
@@ -14,9 +15,12 @@ from commandbus.bus.repositories.processes import AsyncProcessRepository, Proces
 from commandbus.lazy import lazy
 
 if TYPE_CHECKING:
+    from commandbus.bus.repositories import key_limits as key_limit_repositories
     from commandbus.bus.repositories import schedules as schedule_repositories
+    from commandbus.bus.repositories.key_limits import AsyncKeyLimitRepository, KeyLimitRepository
     from commandbus.bus.repositories.schedules import AsyncScheduleRepository, ScheduleRepository
 else:
+    key_limit_repositories = lazy("commandbus.bus.repositories.key_limits")
     schedule_repositories = lazy("commandbus.bus.repositories.schedules")
 
 
@@ -47,6 +51,11 @@ class DataAccess:
     def processes(self) -> ProcessRepository:
         """The processes of this database."""
         return ProcessRepository(cast(Any, self))
+
+    @property
+    def key_limits(self) -> KeyLimitRepository:
+        """The key limits of this database."""
+        return key_limit_repositories.KeyLimitRepository(cast(Any, self))
 
     @property
     def schedules(self) -> ScheduleRepository:
@@ -113,6 +122,11 @@ class AsyncDataAccess:
     def processes(self) -> AsyncProcessRepository:
         """The processes of this database."""
         return AsyncProcessRepository(cast(Any, self))
+
+    @property
+    def key_limits(self) -> AsyncKeyLimitRepository:
+        """The key limits of this database."""
+        return key_limit_repositories.AsyncKeyLimitRepository(cast(Any, self))
 
     @property
     def schedules(self) -> AsyncScheduleRepository:

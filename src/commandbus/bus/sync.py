@@ -239,6 +239,8 @@ class CommandBus(BreakerMethods, LimitMethods, WaitMethods, DataAccess):
         on_conflict: OnConflict | None = None,
         debounce: Duration | None = None,
         max_delay: Duration | None = None,
+        key_limit: str | None = None,
+        key: str | None = None,
         within: Duration | None = None,
         conn: object = None,
     ) -> SentCommand:
@@ -260,10 +262,13 @@ class CommandBus(BreakerMethods, LimitMethods, WaitMethods, DataAccess):
 
         `within` is how long the send may take, even if the server stands still. Then SendFailedError says whether
         the command may have been sent, and carries its command_id. A `conn` that did not answer is closed.
+
+        `key` puts the command into the line of that key: the key limit `key_limit` says how many of a key run at
+        once, and whether in the order of sending (`bus.key_limits`).
         """
         new = NewCommand(
             command_type, data, command_id, correlation_id, reply_to, max_attempts, delay, at, headers,
-            timeout, expires, on_exhausted, unique, unique_while, on_conflict, debounce, max_delay,
+            timeout, expires, on_exhausted, unique, unique_while, on_conflict, debounce, max_delay, key_limit, key,
         )  # fmt: skip
         if within is not None:
             return self._send_within(TimedSend(domain, *self._prepare(domain, new), within), conn)

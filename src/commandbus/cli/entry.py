@@ -58,6 +58,7 @@ COMMANDS = {
         "breakers",
         "List the breakers of command types and limits: their state, why they are open, and until when.",
     ),
+    "keys": ("keys", "Key limits: how many commands of one key run at once, and in which order."),
     "schedules": ("schedules", "Schedules: commands that are sent by the clock."),
     "tsq": ("tsq", "The troubleshooting queue: commands that need a person."),
     "batch": ("batch", "Batches: commands that are watched as one, and what happens when all are done."),

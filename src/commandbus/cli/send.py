@@ -51,6 +51,8 @@ from commandbus.settings import Settings
 @click.option("--on-conflict", type=click.Choice(ON_CONFLICT), help="What happens if the key is taken.")
 @click.option("--debounce", type=DURATION, metavar="TIME", help="Of those with this --unique, run the last: 5s.")
 @click.option("--max-delay", type=DURATION, metavar="TIME", help="How long --debounce may put it off in all.")
+@click.option("--key", metavar="KEY", help="Put it into the line of this key.")
+@click.option("--key-limit", metavar="NAME", help="The key limit that rules --key.")
 @click.option("--header", "headers", multiple=True, metavar="NAME=VALUE", help="Repeatable.")
 @click.option("--from", "source", metavar="FILE", help="Send one command per line of this file of JSON lines.")
 @click.pass_obj
@@ -84,7 +86,8 @@ def send(
     new = NewCommand(
         command_type=command_type, data=_data(data, data_file), headers=_headers(headers) or None, **fields
     )
-    send_flow.prepare(unique_key.split(new)[0], max_bytes=settings.max_payload_bytes)  # refused before we connect
+    plain = unique_key.split(new)[0]
+    send_flow.prepare(plain, max_bytes=settings.max_payload_bytes, takes_key=True)  # refused before we connect
     with session.bus() as bus:
         receipt = bus.commands.save(domain, new)
     session.answer(
@@ -138,7 +141,7 @@ def read_commands(name: str, settings: Settings) -> dict[int, NewCommand]:
 
     def command_of(line: Any) -> NewCommand:
         new = _to_command(line)
-        send_flow.prepare(new, max_bytes=settings.max_payload_bytes)
+        send_flow.prepare(new, max_bytes=settings.max_payload_bytes, takes_key=True)
         return new
 
     return read_items(name, command_of, undone="nothing was sent")

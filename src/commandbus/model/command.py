@@ -129,6 +129,9 @@ class NewCommand:
 
     `unique` and what belongs to it (`unique_while`, `on_conflict`, `debounce`, `max_delay`) are for `send` and
     `bus.commands.save`; `send_many` and batches refuse them.
+
+    `key` puts the command into the line of this key, which the key limit `key_limit` rules; for `send` and
+    `send_many`.
     """
 
     command_type: str
@@ -148,6 +151,8 @@ class NewCommand:
     on_conflict: OnConflict | None = None
     debounce: Duration | None = None
     max_delay: Duration | None = None
+    key_limit: str | None = None
+    key: str | None = None
 
 
 class SentCommand(NamedTuple):

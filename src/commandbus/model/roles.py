@@ -32,7 +32,7 @@ _TABLES = (
     "command", "attempt", "tsq", "operator_action", "parked", "pause", "rejected_message", "undelivered_reply",
     "worker", "waiting", "batch", "batch_delta", "process", "process_step", "stray_reply", "limits", "breaker",
     "control_action", "limit_client", "limit_mode", "audit_event", "schedule", "schedule_declaration",
-    "unique_key", *_SHARED,
+    "unique_key", "key_limit", "key_override", "keyed", *_SHARED,
 )  # fmt: skip
 
 _SENT = (
@@ -42,6 +42,7 @@ _SENT = (
 _SENDING = (
     "compare_commands(text, json)",
     "send_unique(text, text, text, double precision, text, double precision, text, json)",
+    "send_keyed(text, json)",
     "outcomes(text[], text[])",
     "lock_batch(text, text, text)",
     "compare_batch(text, text, text)",
@@ -113,6 +114,7 @@ _WORKER = [
     ("INSERT, DELETE", ("batch_delta", "rejected_message", "undelivered_reply", "stray_reply")),
     ("INSERT, UPDATE, DELETE", ("tsq", "parked", "waiting", "limit_client", "schedule", "schedule_declaration")),
     ("INSERT, UPDATE", ("limits", "limit_mode")),
+    ("UPDATE, DELETE", ("keyed",)),
     ("UPDATE", ("pause",)),  # FOR KEY SHARE needs it
 ]
 _OPERATOR = [
@@ -123,6 +125,8 @@ _OPERATOR = [
     ("UPDATE, DELETE", ("tsq",)),
     ("DELETE", ("parked",)),
     ("INSERT, UPDATE, DELETE", ("schedule",)),
+    ("UPDATE", ("keyed",)),
+    ("INSERT, UPDATE, DELETE", ("key_limit", "key_override")),
     ("INSERT, UPDATE, DELETE", ("limits",)),
 ]
 _GRANTS: dict[str, list[tuple[str, tuple[str, ...]]]] = {
@@ -283,6 +287,9 @@ _BY_DOMAIN = (
     "schedule",
     "schedule_declaration",
     "unique_key",
+    "key_limit",
+    "key_override",
+    "keyed",
 )
 _BY_COMMAND = ("attempt", "operator_action", "audit_event")
 

@@ -23,6 +23,7 @@ from commandbus.flow.batches import operate as batch_operate
 from commandbus.flow.batches.fold_and_complete import fold
 from commandbus.flow.commands.prune import Retention, prune_all
 from commandbus.flow.commands.unpark import Parked, unkept, wake_rest
+from commandbus.flow.keys.exist import CHANNEL as KEYS_CHANNEL
 from commandbus.flow.operation import Operation, Plan
 from commandbus.flow.schedules.exist import CHANNEL
 from commandbus.flow.workers.registry import WorkerIdentity, beat
@@ -33,6 +34,7 @@ from commandbus.worker.batch_folding import Refused
 from commandbus.worker.breakers import WorkerBreakers
 from commandbus.worker.expiry import ExpirySweep
 from commandbus.worker.health import HealthStatus
+from commandbus.worker.key_releasing import KeyReleasing
 from commandbus.worker.scheduling import Scheduling
 from commandbus.worker.unhandled_types import UnhandledTypes
 
@@ -92,6 +94,7 @@ class Maintenance(DatabaseService):
         breakers: WorkerBreakers,
         unhandled: UnhandledTypes,
         scheduling: Scheduling,
+        key_releasing: KeyReleasing,
         on_error: Callable[[BaseException], None],
         name: str,
     ) -> None:
@@ -103,6 +106,7 @@ class Maintenance(DatabaseService):
         self._breakers = breakers
         self._unhandled = unhandled
         self._scheduling = scheduling
+        self._key_releasing = key_releasing
         self._expiry = ExpirySweep(identity.domains)
         breakers.on_word = lambda: self.order(lambda: breakers.write(self._connection))
         self.state = "ACTIVE"
@@ -118,12 +122,13 @@ class Maintenance(DatabaseService):
         self._last_at = monotonic()
 
     def connected(self, conn: Connection[Any]) -> None:
-        self.listen(conn, CHANNEL)
+        self.listen(conn, CHANNEL, KEYS_CHANNEL)
         self._scheduling.look_soon()
+        self._key_releasing.look_soon()
 
-    def heard(self, channel: str, payload: str) -> None:  # noqa: ARG002 - there is one channel
+    def heard(self, channel: str, payload: str) -> None:
         if payload in self._identity.domains:
-            self._scheduling.look_soon()
+            (self._scheduling if channel == CHANNEL else self._key_releasing).look_soon()
 
     def round(self) -> None:
         self._tick()
@@ -146,6 +151,7 @@ class Maintenance(DatabaseService):
         self._breakers.sweep(self._connection, lambda: self._beat(self.state))
         self._unhandled.sweep(self._connection)
         self._scheduling.look(self._connection)
+        self._key_releasing.look(self._connection)
         self._expiry.sweep(self._connection)
         self._unpark(now)
         self._go_on()

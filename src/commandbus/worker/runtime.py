@@ -47,6 +47,7 @@ from commandbus.worker.execution.execute import Executor, Written
 from commandbus.worker.execution.slots import Slot
 from commandbus.worker.isolation.isolation import Isolation
 from commandbus.worker.isolation.quarantine import Quarantine
+from commandbus.worker.key_releasing import KeyReleasing
 from commandbus.worker.lease_keeper import LeaseKeeper
 from commandbus.worker.limits import LimitedWork
 from commandbus.worker.maintenance import Maintenance, MaintenanceFigures
@@ -117,6 +118,7 @@ class WorkerRuntime:
         self._claimer = self._make_claimer()
         self._threads: list[DatabaseService] = []
         self._scheduling = Scheduling(spec, settings, self._threads)
+        self._key_releasing = KeyReleasing(spec, settings, self._threads)
         self._maintenance = Maintenance(
             settings,
             identity(spec, settings),
@@ -125,6 +127,7 @@ class WorkerRuntime:
             breakers=self._breakers,
             unhandled=self._unhandled,
             scheduling=self._scheduling,
+            key_releasing=self._key_releasing,
             on_error=spec.fail,
             name=spec.id,
         )
@@ -376,6 +379,7 @@ class WorkerRuntime:
         self._claimer.stop(max(0.1, limit - SETTLE_RESERVE_SECONDS))
         self._adopter.stop(max(0.1, deadline - monotonic() - SETTLE_RESERVE_SECONDS))
         self._scheduling.stop(max(0.1, min(1.0, deadline - monotonic() - SETTLE_RESERVE_SECONDS)))
+        self._key_releasing.stop(max(0.1, min(1.0, deadline - monotonic() - SETTLE_RESERVE_SECONDS)))
         self.dispatcher.give_back()
         self._await_starting(monotonic() + min(1.0, limit / 4))
         reserve = min(SETTLE_RESERVE_SECONDS, limit / 2)
@@ -552,8 +556,8 @@ class WorkerRuntime:
     @property
     def _is_at_work(self) -> bool:
         """Is there anything from which a command may come?"""
-        others = (self._adopter.is_busy, self.settler.is_folding, self._limited.is_busy, self._unhandled.is_busy)
-        return bool(self.attempts.held) or any(others)
+        others = (self._adopter, self._limited, self._unhandled, self._key_releasing)
+        return bool(self.attempts.held) or self.settler.is_folding or any(other.is_busy for other in others)
 
     def _push(self, attempt: Attempt) -> None:
         self.dispatcher.push(attempt)
@@ -565,11 +569,13 @@ class WorkerRuntime:
         self.attempts.release(attempt)
         if attempt.limit_use is not None:
             attempt.limit_use.settled()
+        self._key_releasing.settled([attempt])
         self._note_end_of_work()
 
     def _done(self, attempts: Sequence[Attempt]) -> None:
         """These attempts completed in the usual way: none ran isolated or has to do with limits."""
         self.attempts.held.difference_update(attempts)
+        self._key_releasing.settled(attempts)
         self._note_end_of_work()
 
     def _note_end_of_work(self) -> None:

@@ -246,9 +246,10 @@ def _connections(conn: Conn, settings: Settings) -> Findings:
     )
     limit_client = _limit_client_connections(conn, settings)
     messages = _message_connections(conn)
-    scheduler = _scheduler_connections(conn)
-    own = WORKER_CONNECTIONS + limit_client + messages + scheduler
-    parts = {"limits": limit_client, "processes": messages, "schedules": scheduler}
+    scheduler = _table_connections(conn, "schedule")
+    releaser = _table_connections(conn, "key_limit")
+    own = WORKER_CONNECTIONS + limit_client + messages + scheduler + releaser
+    parts = {"limits": limit_client, "processes": messages, "schedules": scheduler, "key limits": releaser}
     counted_in = " and ".join(what for what, count in parts.items() if count)
     included = f", {counted_in} included" if counted_in else ""
     needed = settings.processes * (settings.concurrency + own) + SUPERVISOR_CONNECTIONS
@@ -284,11 +285,11 @@ def _message_connections(conn: Conn) -> int:
     return ROUTER_SLOTS if _one(conn, "SELECT EXISTS (SELECT FROM commandbus.process)") else 0
 
 
-def _scheduler_connections(conn: Conn) -> int:
-    """If there are schedules, a worker has a connection for them."""
-    if not _is_readable(conn, "schedule"):
+def _table_connections(conn: Conn, table: str) -> int:
+    """If there are schedules or key limits, a worker has a connection for them."""
+    if not _is_readable(conn, table):
         return 0
-    return int(_one(conn, "SELECT EXISTS (SELECT FROM commandbus.schedule)"))
+    return int(_one(conn, f"SELECT EXISTS (SELECT FROM commandbus.{table})"))
 
 
 def _is_readable(conn: Conn, table: str) -> bool:

@@ -26,12 +26,15 @@ class Fence(NamedTuple):
 
 class RareOptions(NamedTuple):
     """Options that few commands have: seconds until it expires, its own `on_exhausted`, how often it was snoozed,
-    and how many seconds ago the first snooze was. Seconds count from the claim, by the server's clock."""
+    how many seconds ago the first snooze was, and its key with the limit of that key. Seconds count from the
+    claim, by the server's clock."""
 
     expires_in: float | None = None
     on_exhausted: OnExhausted | None = None
     snoozes: int | None = None
     snoozed_ago: float | None = None
+    key_limit: str | None = None
+    key: str | None = None
 
     @classmethod
     def read(cls, text: str | None) -> RareOptions:

@@ -27,6 +27,7 @@ from commandbus.flow.operation import Statement, Steps, no_schema, operation
 from commandbus.model import envelope, names, payload, unique_key
 from commandbus.model.command import NewCommand, SentCommand, new_command_id
 from commandbus.model.durations import Duration, parse_seconds
+from commandbus.model.key_limit import check_key
 
 _FIELDS = frozenset(field.name for field in fields(NewCommand))
 
@@ -64,15 +65,18 @@ class Outgoing(NamedTuple):
     timeout_seconds: float | None
     expires: float | str | None  # seconds, or a moment as ISO text
     on_exhausted: str | None
+    key_limit: str | None
+    key: str | None
     has_own_id: bool  # the caller chose the command_id, so it may exist already
 
 
-def prepare(new: NewCommand, *, max_bytes: int = payload.DEFAULT_MAX_BYTES) -> Outgoing:
+def prepare(new: NewCommand, *, max_bytes: int = payload.DEFAULT_MAX_BYTES, takes_key: bool = False) -> Outgoing:
     """Check a command and dump its JSON before anything is sent. InvalidCommandError names what is wrong."""
     if isinstance(new.command_id, UUID) or isinstance(new.correlation_id, UUID):
         new = _with_text_ids(new)
     envelope.check(new)
     unique_key.refuse(new)
+    check_key(new, is_accepted=takes_key)
     return Outgoing(
         command_id=new_command_id() if new.command_id is None else new.command_id,
         command_type=new.command_type,
@@ -86,17 +90,23 @@ def prepare(new: NewCommand, *, max_bytes: int = payload.DEFAULT_MAX_BYTES) -> O
         timeout_seconds=envelope.timeout_seconds(new.timeout),
         expires=_expiry_of(new),
         on_exhausted=new.on_exhausted,
+        key_limit=new.key_limit,
+        key=new.key,
         has_own_id=new.command_id is not None,
     )
 
 
 def prepare_all(
-    commands: Iterable[NewCommand | Mapping[str, object]], *, max_bytes: int, of: str = "send_many"
+    commands: Iterable[NewCommand | Mapping[str, object]],
+    *,
+    max_bytes: int,
+    of: str = "send_many",
+    takes_key: bool = False,
 ) -> Iterator[Outgoing]:
     """Check commands one by one as they come. The error names the number of the bad one, counted from 1."""
     for number, item in enumerate(commands, 1):
         try:
-            prepared = prepare(to_new_command(item), max_bytes=max_bytes)
+            prepared = prepare(to_new_command(item), max_bytes=max_bytes, takes_key=takes_key)
         except InvalidCommandError as error:
             raise InvalidCommandError(f"command {number} of {of}: {error}") from None
         yield prepared
@@ -123,7 +133,7 @@ def send(domain: str, outgoing: Outgoing) -> Steps[SentCommand]:
 def send_chunk(domain: str, outgoing: Sequence[Outgoing]) -> Steps[list[SentCommand]]:
     """Send many commands, all or none."""
     parts = CALLERS_IDS if any(item.has_own_id for item in outgoing) else OUR_IDS
-    unique = _unique(domain, outgoing)
+    unique = once_each(domain, outgoing)
     try:
         rows = yield _many(domain, list(unique.values()), parts)
     except (pg.UndefinedTable, pg.InvalidSchemaName) as error:
@@ -190,7 +200,7 @@ def _statement(domain: str, outgoing: Outgoing) -> Statement:
     )
 
 
-_NOTHING_MORE = [None, None, None, None, 0.0, None, None, None, None]
+_NOTHING_MORE = [None, None, None, None, 0.0, None, None, None, None, None, None]
 _NOTHING_BUT_DATA = (*_NOTHING_MORE, False)
 
 
@@ -258,7 +268,8 @@ def canonical(text: str | None) -> str:
     return "null" if text is None else json.dumps(payload.loads(text), sort_keys=True)
 
 
-def _unique(domain: str, outgoing: Iterable[Outgoing]) -> dict[str, Outgoing]:
+def once_each(domain: str, outgoing: Iterable[Outgoing]) -> dict[str, Outgoing]:
+    """Returns the commands of one call by their ids. The same id with other content is DuplicateCommandError."""
     unique: dict[str, Outgoing] = {}
     for item in outgoing:
         first = unique.setdefault(item.command_id, item)
@@ -286,6 +297,8 @@ def json_rows(outgoing: Iterable[Outgoing]) -> str:
             row += f',"o":{item.timeout_seconds!r}'
         if item.on_exhausted is not None:
             row += f',"f":"{item.on_exhausted}"'
+        if item.key is not None and item.key_limit is not None:
+            row += f',"k":{quote(item.key)},"l":{quote(item.key_limit)}'
         if isinstance(item.expires, str):
             row += f',"z":"{item.expires}"'
         elif item.expires is not None:

@@ -4,9 +4,11 @@
 -- Locks: none. Reads the queue once.
 SELECT pg_catalog.count(*) FILTER (WHERE NOT held AND vt <= pg_catalog.now()),
        pg_catalog.count(*) FILTER (WHERE NOT held AND vt > pg_catalog.now())
-           - (SELECT pg_catalog.count(*) FROM commandbus.parked WHERE domain = %(domain)s AND woken_at IS NULL),
+           - (SELECT pg_catalog.count(*) FROM commandbus.parked WHERE domain = %(domain)s AND woken_at IS NULL)
+           - (SELECT pg_catalog.count(*) FROM commandbus.keyed WHERE domain = %(domain)s AND state IN ('NEW', 'WAITING')),
        pg_catalog.count(*) FILTER (WHERE held),
-       (SELECT pg_catalog.count(*) FROM commandbus.parked WHERE domain = %(domain)s AND woken_at IS NULL),
+       (SELECT pg_catalog.count(*) FROM commandbus.parked WHERE domain = %(domain)s AND woken_at IS NULL)
+           + (SELECT pg_catalog.count(*) FROM commandbus.keyed WHERE domain = %(domain)s AND state IN ('NEW', 'WAITING')),
        (SELECT pg_catalog.count(*) FROM commandbus.tsq WHERE domain = %(domain)s),
        extract(epoch FROM pg_catalog.now()
                - pg_catalog.min(greatest(vt, enqueued_at, 'epoch'))

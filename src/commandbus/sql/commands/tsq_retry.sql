@@ -1,7 +1,8 @@
 -- An operator's retry. Commands leave the troubleshooting queue for their domain's queue, and their attempts start
 -- again: a new message, whose read_ct is 0; the number continues from attempt_base; no attempt is waived yet, and no snooze
 -- is counted. The command does not expire any more, because a person wants it to run. A command that got stuck or crashed
--- its worker stays in quarantine.
+-- its worker stays in quarantine. A command with a key joins the line of its key again, at its old place: it is hidden until its turn
+-- comes.
 --
 -- Locks: tsq rows in key order (if two operators act, the second waits, then finds nothing), then the new queue rows, then
 -- command rows. Index: tsq's key or tsq_domain_type; attempt's key.
@@ -20,7 +21,9 @@ WITH picked AS MATERIALIZED (
     DELETE FROM commandbus.tsq WHERE command IN (SELECT command FROM picked)
 ), queued AS (
     INSERT INTO pgmq.{queue} (vt, message)
-    SELECT pg_catalog.clock_timestamp(), pg_catalog.jsonb_build_object('command', command) FROM picked
+    SELECT CASE WHEN EXISTS (SELECT FROM commandbus.keyed k WHERE k.command = p.command)
+                THEN pg_catalog.now() + interval '10 years' ELSE pg_catalog.clock_timestamp() END,
+           pg_catalog.jsonb_build_object('command', p.command) FROM picked p
     RETURNING msg_id, (message ->> 'command'::text)::bigint AS command
 ), moved AS (
     UPDATE commandbus.command c
@@ -33,6 +36,8 @@ WITH picked AS MATERIALIZED (
       FROM queued q
      WHERE c.id = q.command
     RETURNING c.id, c.command_id, c.attempt_base, c.batch, c.process
+), rejoined AS (
+    UPDATE commandbus.keyed k SET msg_id = q.msg_id, state = 'NEW' FROM queued q WHERE k.command = q.command
 ), noted AS (
     INSERT INTO commandbus.operator_action (command, action, operator, reason, attempt_base)
     SELECT id, 'RETRY', %(operator)s, %(reason)s, attempt_base FROM moved

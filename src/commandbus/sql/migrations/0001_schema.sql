@@ -67,6 +67,8 @@ CREATE TABLE commandbus.command (
     snoozed_at      timestamptz,
     snoozes         integer,
     on_exhausted    text,
+    key_limit       text,
+    key             text,
     headers         json,
     data            json,
     result          json,
@@ -589,6 +591,46 @@ CREATE TABLE commandbus.unique_key (
     command_id  text NOT NULL DEFAULT '',
     PRIMARY KEY (domain, key)
 );
+
+-- How many commands with the same key may be unfinished and released at once. A key is text that the sender gives.
+-- steps_aside: a command in the troubleshooting queue gives up its key's place; otherwise it keeps it until a person decides.
+CREATE TABLE commandbus.key_limit (
+    domain      text NOT NULL,
+    name        text NOT NULL,
+    concurrency integer NOT NULL CHECK (concurrency > 0),
+    is_ordered  boolean NOT NULL,
+    steps_aside boolean NOT NULL,
+    PRIMARY KEY (domain, name),
+    CHECK (concurrency = 1 OR NOT is_ordered)
+);
+
+-- Another concurrency for one key, until a moment. 0 stops the key.
+CREATE TABLE commandbus.key_override (
+    domain      text NOT NULL,
+    key_limit   text NOT NULL,
+    key         text NOT NULL,
+    concurrency integer NOT NULL CHECK (concurrency >= 0),
+    until       timestamptz NOT NULL,
+    PRIMARY KEY (domain, key_limit, key)
+);
+
+-- Unfinished commands that were sent with a key: the line of each key, in the order of their numbers.
+--
+-- state: NEW       sent, or retried by an operator; no worker has looked at its key since
+--        WAITING   its turn has not come. The queue rows of NEW and WAITING ones are hidden
+--        RELEASED  its queue row is visible: it counts against its key until its command has ended
+--        ASIDE     in the troubleshooting queue, and does not count (steps_aside)
+CREATE TABLE commandbus.keyed (
+    command   bigint PRIMARY KEY,
+    msg_id    bigint NOT NULL,
+    domain    text NOT NULL,
+    key_limit text NOT NULL,
+    key       text NOT NULL,
+    state     text NOT NULL DEFAULT 'NEW' CHECK (state IN ('NEW', 'WAITING', 'RELEASED', 'ASIDE'))
+) WITH (autovacuum_vacuum_scale_factor = 0.05, autovacuum_analyze_scale_factor = 0.05);
+CREATE INDEX keyed_line ON commandbus.keyed (domain, key_limit, key, command) WHERE state IN ('NEW', 'WAITING');
+CREATE INDEX keyed_released ON commandbus.keyed (domain, key_limit, key, command) WHERE state = 'RELEASED';
+CREATE INDEX keyed_new ON commandbus.keyed (domain, command) WHERE state = 'NEW';
 
 -- --- views and functions -----------------------------------------------------------------------------------------------------
 
@@ -1619,6 +1661,60 @@ BEGIN
     )
     SELECT (SELECT count(*) FROM gone), (SELECT count(*) FROM seen), l.domain, l.key
       FROM (VALUES (1)) v LEFT JOIN LATERAL (SELECT * FROM seen ORDER BY seen.domain DESC, seen.key DESC LIMIT 1) l ON true;
+END
+$$;
+
+-- --- Key limits ------------------------------------------------------------------------------------------------------
+
+-- Sends commands with keys (`k`, of the key limit `l`). Each joins the line of its key: its queue row is hidden, and a worker makes
+-- it visible when its turn comes. Rows without a key are sent as ever. Returns the ids of those that did not exist before.
+--
+-- Locks: none that another sender could wait for, unless both use one command_id. Indexes: command_domain_command_id_key; the key
+-- limits.
+CREATE FUNCTION commandbus.send_keyed(p_domain text, p_rows json) RETURNS TABLE (command_id text, id bigint)
+    LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+DECLARE
+    v_unknown text;
+BEGIN
+    PERFORM commandbus.check_caller(p_domain, 'INSERT');
+    SELECT x.l INTO v_unknown
+      FROM json_to_recordset(p_rows) AS x(l text)
+     WHERE x.l IS NOT NULL AND NOT EXISTS (SELECT FROM commandbus.key_limit k WHERE k.domain = p_domain AND k.name = x.l)
+     LIMIT 1;
+    IF v_unknown IS NOT NULL THEN
+        RAISE SQLSTATE 'CB002' USING MESSAGE = v_unknown;
+    END IF;
+    RETURN QUERY EXECUTE format($sql$
+WITH input AS MATERIALIZED (
+    SELECT x.*, row_number() OVER () AS n
+      FROM json_to_recordset($2)
+        AS x(i text, t text, m integer, c text, r text, h json, d json, s float8, a timestamptz, o float8, e float8,
+             z timestamptz, f text, k text, l text)
+), sent AS (
+    INSERT INTO commandbus.command (domain, command_id, command_type, msg_id, max_attempts, correlation_id, reply_to, headers,
+                                    data, timeout, on_exhausted, expires_at, key_limit, key)
+    SELECT $1, i, t, nextval(%1$L::regclass), m, c, r, h, d, o, f,
+           COALESCE(z, clock_timestamp() + make_interval(secs => e)), l, k
+      FROM (SELECT * FROM input ORDER BY n) ordered
+    ON CONFLICT DO NOTHING
+    RETURNING id, msg_id, command_id, key_limit, key
+), queued AS (
+    INSERT INTO pgmq.%2$I (msg_id, vt, message) OVERRIDING SYSTEM VALUE
+    SELECT sent.msg_id,
+           CASE WHEN sent.key IS NULL THEN greatest(a, clock_timestamp() + make_interval(secs => COALESCE(s, 0)))
+                ELSE now() + interval '10 years' END,
+           jsonb_build_object('command', sent.id)
+      FROM sent JOIN input ON input.i = sent.command_id
+), joined AS (
+    INSERT INTO commandbus.keyed (command, msg_id, domain, key_limit, key)
+    SELECT sent.id, sent.msg_id, $1, sent.key_limit, sent.key FROM sent WHERE sent.key IS NOT NULL
+), woken AS MATERIALIZED (
+    SELECT pg_notify('commandbus_keys', $1), pg_notify('commandbus_' || $1, '0')
+     WHERE EXISTS (SELECT FROM sent) AND EXISTS (SELECT FROM commandbus.waiting WHERE domain = $1 AND expires_at > now())
+)
+SELECT sent.command_id, sent.id + 0 * (SELECT count(*) FROM woken) FROM sent
+$sql$, format('pgmq.%I', 'q_' || p_domain || '__commands_msg_id_seq'), 'q_' || p_domain || '__commands')
+    USING p_domain, p_rows;
 END
 $$;
 

@@ -1,0 +1,1 @@
+"""Key limits: the lines of commands with the same key."""

@@ -1,0 +1,83 @@
+-- Makes the next commands of some keys visible, as many as each key has places. This transaction has locked the keys
+-- (keys/lock.sql). Returns the keys that are to be looked at again, because a command in line had ended or was locked, and
+-- how many were released in all.
+--
+-- A released command counts until it has ended, whatever its worker does: so no crash can free a place too early. One that has
+-- ended leaves the line here. One in the troubleshooting queue steps aside if its limit says so; an operator's retry in
+-- the same moment gives it another message, and then it still counts.
+-- Locks: rows of `keyed`, then queue rows; those that somebody else has locked are skipped. Indexes: keyed_released,
+-- keyed_line, the keys of keyed, command and queue. The line is read from a place in keyed_line on, and the key is compared
+-- outside: with `=` the planner might read and sort the whole line.
+WITH target AS MATERIALIZED (
+    SELECT x.key_limit, x.key, COALESCE(o.concurrency, l.concurrency, 1) AS most, COALESCE(l.steps_aside, false) AS steps_aside
+      FROM ROWS FROM (pg_catalog.unnest(%(limits)s::text[]), pg_catalog.unnest(%(keys)s::text[])) AS x(key_limit, key)
+      LEFT JOIN commandbus.key_limit l ON l.domain = %(domain)s AND l.name = x.key_limit
+      LEFT JOIN commandbus.key_override o
+        ON o.domain = %(domain)s AND o.key_limit = x.key_limit AND o.key = x.key AND o.until > pg_catalog.now()
+), released AS MATERIALIZED (
+    SELECT t.key_limit, t.key, t.steps_aside, k.command, k.msg_id, c.status, c.msg_id AS last_msg_id
+      FROM target t
+     CROSS JOIN LATERAL (
+           SELECT command, msg_id FROM commandbus.keyed
+            WHERE domain = %(domain)s AND key_limit = t.key_limit AND key = t.key AND state = 'RELEASED'
+           OFFSET 0) k
+      LEFT JOIN LATERAL (SELECT status, msg_id FROM commandbus.command WHERE id = k.command OFFSET 0) c ON true
+), aside AS MATERIALIZED (
+    SELECT k.command
+      FROM commandbus.keyed k
+      JOIN released r ON r.command = k.command AND r.msg_id = k.msg_id
+     WHERE k.command = ANY (ARRAY(SELECT command FROM released))
+       AND r.steps_aside AND r.status OPERATOR(pg_catalog.=) 'IN_TROUBLESHOOTING_QUEUE'
+       FOR UPDATE OF k SKIP LOCKED
+), room AS MATERIALIZED (
+    SELECT t.key_limit, t.key, greatest(0::bigint, t.most - (
+           SELECT pg_catalog.count(*) FROM released r
+            WHERE r.key_limit = t.key_limit AND r.key = t.key
+              AND r.status OPERATOR(pg_catalog.=) ANY ('{PENDING,IN_TROUBLESHOOTING_QUEUE}'::commandbus.command_status[])
+              AND r.command <> ALL (ARRAY(SELECT command FROM aside)))) AS places
+      FROM target t
+), next AS MATERIALIZED (
+    SELECT r.key_limit, r.key, n.command, n.msg_id, n.turn,
+           EXISTS (SELECT FROM commandbus.command c
+                    WHERE c.id = n.command AND c.msg_id = n.msg_id AND c.status OPERATOR(pg_catalog.=) 'PENDING')
+               AND EXISTS (SELECT FROM pgmq.{queue} q WHERE q.msg_id = n.msg_id) AS can_run
+      FROM room r
+     CROSS JOIN LATERAL (
+           SELECT command, msg_id, pg_catalog.row_number() OVER (ORDER BY command) AS turn
+             FROM (SELECT domain, key_limit, key, command, msg_id FROM commandbus.keyed
+                    WHERE (domain, key_limit, key, command) > (%(domain)s::text, r.key_limit, r.key, 0::bigint)
+                      AND state IN ('NEW', 'WAITING')
+                    ORDER BY domain, key_limit, key, command
+                    LIMIT r.places) heads
+            WHERE domain = %(domain)s AND key_limit = r.key_limit AND key = r.key) n
+), free AS MATERIALIZED (
+    SELECT msg_id FROM pgmq.{queue}
+     WHERE msg_id = ANY (ARRAY(SELECT msg_id FROM next WHERE can_run))
+       FOR UPDATE SKIP LOCKED
+), heads AS MATERIALIZED (
+    SELECT n.command, n.msg_id, pg_catalog.row_number() OVER (ORDER BY n.turn, n.command) AS place
+      FROM next n JOIN free f ON f.msg_id = n.msg_id
+), ended AS (
+    DELETE FROM commandbus.keyed
+     WHERE command = ANY (ARRAY(
+           SELECT command FROM released
+            WHERE status IS NULL
+               OR status OPERATOR(pg_catalog.<>) ALL ('{PENDING,IN_TROUBLESHOOTING_QUEUE}'::commandbus.command_status[])
+           UNION ALL SELECT command FROM next WHERE NOT can_run))
+), moved AS (
+    UPDATE commandbus.keyed
+       SET state = CASE WHEN command = ANY (ARRAY(SELECT command FROM aside)) THEN 'ASIDE' ELSE 'RELEASED' END
+     WHERE command = ANY (ARRAY(SELECT command FROM aside UNION ALL SELECT command FROM heads))
+), shown AS (
+    UPDATE pgmq.{queue} q
+       SET vt = pg_catalog.clock_timestamp() + pg_catalog.make_interval(secs => h.place::float8 / 1000000::float8)
+      FROM heads h
+     WHERE q.msg_id = h.msg_id
+), woken AS MATERIALIZED (
+    SELECT pg_catalog.pg_notify('commandbus_' || %(domain)s, '0')
+     WHERE EXISTS (SELECT FROM heads)
+       AND EXISTS (SELECT FROM commandbus.waiting WHERE domain = %(domain)s AND expires_at > pg_catalog.now())
+)
+SELECT NULL, NULL, (SELECT pg_catalog.count(*) FROM heads), (SELECT pg_catalog.count(*) FROM woken)
+UNION ALL
+SELECT DISTINCT key_limit, key, 0::bigint, 0::bigint FROM next WHERE msg_id <> ALL (ARRAY(SELECT msg_id FROM heads))

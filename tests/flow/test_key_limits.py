@@ -1,0 +1,107 @@
+"""Key limits without a worker: what a send accepts, and what is stored."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import psycopg
+import pytest
+
+from commandbus import (
+    AsyncCommandBus,
+    CommandBus,
+    InvalidCommandError,
+    InvalidOperationError,
+    NewCommand,
+    UnknownKeyLimitError,
+)
+from commandbus.flow.keys.release import LineKey, find_new, release
+from support.waiting import one
+
+Db = psycopg.Connection[Any]
+
+
+@pytest.fixture
+def tenants(database: str) -> Any:
+    with CommandBus(database) as bus:
+        bus.create_domain("orders")
+        bus.key_limits.set("orders", "tenant", concurrency=2)
+        yield bus
+
+
+@pytest.mark.parametrize(
+    ("act", "text"),
+    [
+        (lambda bus: bus.send("orders", "x", key="17"), r"key \('17'\) needs key_limit"),
+        (lambda bus: bus.send("orders", "x", key_limit="tenant"), r"key_limit \('tenant'\) needs key"),
+        (lambda bus: bus.send("orders", "x", key=17, key_limit="tenant"), "17"),
+        (lambda bus: bus.send("orders", "x", key="17", key_limit="tenant", delay="5m"), r"delay \('5m'\)"),
+        (lambda bus: bus.send("orders", "x", key="17", key_limit="tenant", unique="u"), r"key \('17'\)"),
+        (lambda bus: bus.create_batch("orders", [NewCommand("x", key="17", key_limit="tenant")]), r"key \('17'\)"),
+        (lambda bus: bus.key_limits.set("orders", "a", concurrency=2, ordered=True), "concurrency=1, not 2"),
+        (lambda bus: bus.key_limits.set("orders", "a", concurrency=0), "concurrency"),
+        (lambda bus: bus.key_limits.set("orders", "a", on_failure="stop"), "'stop'"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_named(tenants: CommandBus, act: Callable[[CommandBus], Any], text: str) -> None:
+    with pytest.raises(InvalidCommandError, match=text):
+        act(tenants)
+
+
+def test_unknown_and_used_key_limits(tenants: CommandBus, db: Db) -> None:
+    with pytest.raises(UnknownKeyLimitError, match="no key limit 'nobody'"):
+        tenants.send("orders", "x", key="17", key_limit="nobody")
+    with pytest.raises(UnknownKeyLimitError):
+        tenants.key_limits.override("orders", "nobody", "17", concurrency=1, until="1h")
+    assert one(db, "SELECT count(*) FROM commandbus.command") == 0
+    tenants.send("orders", "x", key="17", key_limit="tenant")
+    with pytest.raises(InvalidOperationError, match="has unfinished commands"):
+        tenants.key_limits.delete("orders", "tenant")
+
+
+def test_the_same_command_id_joins_the_line_once(tenants: CommandBus, db: Db) -> None:
+    first = tenants.send("orders", "x", 1, command_id="a", key="17", key_limit="tenant")
+    again = tenants.send_many(
+        "orders", [NewCommand("x", 1, "a", key="17", key_limit="tenant"), NewCommand("x", 2)]
+    )
+    assert (again[0].id, again[0].created, again[1].created) == (first.id, False, True)
+    assert one(db, "SELECT count(*) FROM commandbus.keyed") == 1
+    assert one(db, "SELECT count(*) FROM pgmq.q_orders__commands WHERE vt <= now()") == 1, "the one without a key"
+
+
+def test_senders_of_a_key_do_not_wait_for_each_other(tenants: CommandBus, database: str) -> None:
+    with psycopg.connect(database) as one_sender, psycopg.connect(database) as other:
+        other.execute("SET lock_timeout = '100ms'")
+        tenants.send("orders", "x", 1, key="17", key_limit="tenant", conn=one_sender)
+        later = tenants.send("orders", "x", 2, key="17", key_limit="tenant", conn=other)
+        other.commit()
+        (new,) = tenants.run(find_new("orders"))
+        assert new.command == later.id
+        assert tenants.run(release("orders", [], [new])).commands == 1, "nor does a release wait for a sender"
+
+
+def test_a_key_that_somebody_releases_is_left_to_them(tenants: CommandBus, database: str) -> None:
+    tenants.send_many("orders", [NewCommand("x", n, key="17", key_limit="tenant") for n in range(5)])
+    key = LineKey("tenant", "17")
+    with psycopg.connect(database) as conn:
+        assert tenants.run(release("orders", [key]), conn).commands == 2
+        other = tenants.run(release("orders", [key]))
+        assert (other.commands, other.again) == (0, {key})
+    assert tenants.run(release("orders", [key])).commands == 0, "both places are taken"
+
+
+def test_the_async_bus_has_the_same(database: str, tenants: CommandBus) -> None:
+    asyncio.run(_use_async_bus(database))
+
+
+async def _use_async_bus(database: str) -> None:
+    async with AsyncCommandBus(database) as bus:
+        await bus.key_limits.set("orders", "account", ordered=True)
+        await bus.send("orders", "x", key="17", key_limit="account")
+        (line,) = await bus.key_limits.lines("orders", "account")
+        assert (line.key, line.waiting, line.concurrency) == ("17", 1, 1)
+        assert [(item.name, item.on_failure) for item in await bus.key_limits.list("orders")] == [
+            ("account", "block"), ("tenant", "step_aside"),
+        ]  # fmt: skip
