@@ -105,7 +105,7 @@ class BusBase:
         names.check_domain(domain)
         if outgoing.key is not None:
             keyed = then(send_keyed.send_keyed(domain, [outgoing]), lambda sent: sent[0])
-            return self._unless_refused(domain, keyed, [new.command_type])
+            return outgoing.command_id, self._unless_refused(domain, keyed, [new.command_type])
         sending = send.send(domain, outgoing) if rule is None else send_unique.send_unique(domain, outgoing, rule)
         return outgoing.command_id, self._unless_refused(domain, sending, [new.command_type])
 

@@ -32,7 +32,7 @@ _TABLES = (
     "command", "attempt", "tsq", "operator_action", "parked", "pause", "rejected_message", "undelivered_reply",
     "worker", "waiting", "batch", "batch_delta", "process", "process_step", "stray_reply", "limits", "breaker",
     "control_action", "limit_client", "limit_mode", "audit_event", "schedule", "schedule_declaration",
-    "unique_key", "key_limit", "key_override", "keyed", *_SHARED,
+    "unique_key", "key_limit", "key_override", "keyed", "type_rule", *_SHARED,
 )  # fmt: skip
 
 _SENT = (
@@ -80,6 +80,7 @@ _PRODUCER = [
     (f"INSERT ({_SENT})", ("command",)),
     ("SELECT (id, msg_id)", ("command",)),  # what a send returns: numbers that give access to nothing else
     ("SELECT (domain, expires_at)", ("waiting",)),
+    ("SELECT (domain, command_type)", ("type_rule",)),  # a send asks whether its type has a rule
     ("SELECT (domain, command_type, state, is_forced, until, reason)", ("breaker",)),  # a send may be refused
     (
         "INSERT (domain, batch_id, name, holds, is_open, custom_data, on_complete, completes_early, on_exhausted)",
@@ -114,7 +115,8 @@ _WORKER = [
     ("INSERT, DELETE", ("batch_delta", "rejected_message", "undelivered_reply", "stray_reply")),
     ("INSERT, UPDATE, DELETE", ("tsq", "parked", "waiting", "limit_client", "schedule", "schedule_declaration")),
     ("INSERT, UPDATE", ("limits", "limit_mode")),
-    ("UPDATE, DELETE", ("keyed",)),
+    ("INSERT, UPDATE, DELETE", ("keyed", "type_rule")),
+    ("INSERT, UPDATE", ("key_limit",)),
     ("UPDATE", ("pause",)),  # FOR KEY SHARE needs it
 ]
 _OPERATOR = [
@@ -290,6 +292,7 @@ _BY_DOMAIN = (
     "key_limit",
     "key_override",
     "keyed",
+    "type_rule",
 )
 _BY_COMMAND = ("attempt", "operator_action", "audit_event")
 

@@ -614,6 +614,19 @@ CREATE TABLE commandbus.key_override (
     PRIMARY KEY (domain, key_limit, key)
 );
 
+-- What holds for all commands of a type, whoever sends them: the key limit and the path of the key in a command, and the priority.
+-- Workers declare it when they start; the last one to start wins. Most types have no row. A plain send looks here, by the key, and
+-- leaves commands of a type with a row to commandbus.send_keyed.
+CREATE TABLE commandbus.type_rule (
+    domain       text NOT NULL,
+    command_type text NOT NULL,
+    key_limit    text,
+    key_path     text,
+    priority     smallint,
+    PRIMARY KEY (domain, command_type),
+    CHECK ((key_limit IS NULL) = (key_path IS NULL))
+);
+
 -- Unfinished commands that were sent with a key: the line of each key, in the order of their numbers.
 --
 -- state: NEW       sent, or retried by an operator; no worker has looked at its key since
