@@ -64,7 +64,7 @@ def measure(base: Ground, count: int) -> dict[str, float]:
 
     def postgres() -> None:
         assert connection.run(permits.take("bench", ["bench/token"]))
-        connection.run(permits.give("bench", ["bench/token"]))
+        connection.run(permits.release("bench", ["bench/token"]))
 
     figures["floor_postgres_pairs_per_s"] = _pairs(bare, count)
     figures["limit_postgres_pairs_per_s"] = _pairs(postgres, count)
@@ -93,7 +93,7 @@ def _redis(base: Ground, settings: Settings, count: int) -> dict[str, float]:
 
     def pair() -> None:
         assert store.take(row, ["bench/token"], 60)
-        store.give(row, ["bench/token"])
+        store.release(row, ["bench/token"])
 
     figures = {"floor_redis_pairs_per_s": _pairs(bare, count), "limit_redis_pairs_per_s": _pairs(pair, count)}
     store.close()

@@ -455,6 +455,6 @@ class BusinessRuleException(CommandFailure):
 
 
 def _why(error_type: str | None, error_code: str | None, error: str | None) -> str:
-    said = ": ".join(part for part in (error_type, error) if part)
+    text = ": ".join(part for part in (error_type, error) if part)
     code = f" [{error_code}]" if error_code else ""
-    return f"{code}: {said}" if said else code
+    return f"{code}: {text}" if text else code

@@ -160,7 +160,7 @@ def test_limits_have_breakers_too(orders: Bus, db: Db) -> None:
     db.execute("UPDATE commandbus.limits SET failures = 2, step = 3, until = now(), reason = '429'")
     assert orders.close_breaker(limit="docai", operator="bob") == 0
     row = db.execute(
-        "SELECT is_open, is_forced, open_reason, failures, step, reason FROM commandbus.limits"
+        "SELECT breaker_open, breaker_forced, open_reason, failures, step, reason FROM commandbus.limits"
     ).fetchone()
     assert row == (False, False, None, 0, 3, "429")
     with pytest.raises(InvalidOperationError, match="the breaker of limit 'docai' is not open"):

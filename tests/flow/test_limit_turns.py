@@ -131,7 +131,7 @@ def test_two_limit_clients_that_wake_at_once_never_wake_more_than_there_are_perm
             assert sum(answers) == 4  # type: ignore[arg-type]
             assert len(holders(db)) == 4
             assert len(woken(db)) == 4 * (turn + 1)
-            run(db, permits.give("docai", list(holders(db)), good=True))
+            run(db, permits.release("docai", list(holders(db)), good=True))
             assert holders(db) == {}
     finally:
         for conn in connections:
@@ -164,7 +164,7 @@ def test_newcomers_and_a_limit_client_that_wakes_never_take_more_than_there_are_
             answers = at_once(jobs)
             assert not [answer for answer in answers if isinstance(answer, BaseException)], answers
             assert len(holders(db)) <= 3
-            run(db, permits.give("docai", list(holders(db))))
+            run(db, permits.release("docai", list(holders(db))))
     finally:
         for conn in connections:
             conn.close()
@@ -313,10 +313,10 @@ def test_a_paused_domains_parked_commands_do_not_hold_up_others(orders: Bus, db:
     orders.pause("slow", operator="ann")
     assert wake(db) == 1
     assert woken(db) == [later]
-    run(db, permits.give("docai", list(holders(db))))
+    run(db, permits.release("docai", list(holders(db))))
     assert wake(db) == 0
     assert run(db, permits.take("docai", ["new"])) == ["new"]
-    run(db, permits.give("docai", ["new"]))
+    run(db, permits.release("docai", ["new"]))
     orders.resume("slow")
     assert run(db, permits.take("docai", ["new"])) == []
     assert wake(db) == 1
@@ -339,7 +339,7 @@ def test_a_domain_without_workers_does_not_hold_up_others(orders: Bus, db: Db) -
     park(orders, 30, domain="left")
     assert wake(db) == 0
     assert run(db, permits.take("docai", ["new"])) == ["new"]
-    run(db, permits.give("docai", ["new"]))
+    run(db, permits.release("docai", ["new"]))
     (later,) = park(orders, 1)
     assert wake(db) == 1
     assert woken(db) == [later]
@@ -500,7 +500,7 @@ def test_2000_parked_commands_cost_newcomers_a_look_at_one(orders: Bus, db: Db, 
     for operation in (
         permits.take("docai", ["a"]),
         permits.take("docai", ["a", "b"]),
-        permits.give("docai", ["a"]),
+        permits.release("docai", ["a"]),
         list_limits("docai"),
     ):
         plan = plan_of(db, next(operation.steps))

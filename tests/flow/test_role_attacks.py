@@ -157,7 +157,7 @@ def test_a_producer_without_the_limiter_is_told_so_at_once(others: Bus, acting: 
 def test_a_limiter_changes_no_limit_and_sends_nothing(others: Bus, acting: Roles) -> None:
     limiter = acting("limiter")
     _refused(limiter, "UPDATE commandbus.limits SET concurrency = 100",
-             "UPDATE commandbus.limits SET is_forced = true",
+             "UPDATE commandbus.limits SET breaker_forced = true",
              "SELECT data FROM commandbus.command", "SELECT message FROM pgmq.q_orders__commands", *INNER,
              "INSERT INTO commandbus.command (domain, command_id, command_type) VALUES ('orders', 'x', 'Ship')",
              *(f"DELETE FROM commandbus.{table}" for table in TRAIL))  # fmt: skip

@@ -108,11 +108,11 @@ class Client:
     def renew(self, limit: Any, held: list[str]) -> list[str]:
         return list(self.ask(lambda: self.store.renew(limit, held)))
 
-    def give(self, limit: Any, held: list[str]) -> None:
-        self.ask(lambda: self.store.give(limit, held))
+    def release(self, limit: Any, held: list[str]) -> None:
+        self.ask(lambda: self.store.release(limit, held))
 
-    def look(self, limit: Any) -> Any:
-        return self.ask(lambda: self.store.look(limit))
+    def usage(self, limit: Any) -> Any:
+        return self.ask(lambda: self.store.usage(limit))
 
     @property
     def mode(self) -> str:
@@ -199,7 +199,7 @@ class _Labour:
             del self._held[token]
             self._inside.leave(token)
         if done:
-            self._backend.give(self._limit, done)
+            self._backend.release(self._limit, done)
         due = [token for token, (_, renew_at) in self._held.items() if renew_at <= now]
         for token in self._backend.renew(self._limit, due) if due else []:
             del self._held[token]

@@ -76,7 +76,7 @@ def test_the_first_program_of_all_needs_no_others(start: Start, own_redis: Redis
     held = client.take(limit, 2)
     own_redis.flush()
     assert len(taken(client, limit, 3)) == 1
-    client.give(limit, held)
+    client.release(limit, held)
     assert len(client.take(limit, 3)) == 2
 
 
@@ -162,7 +162,7 @@ def test_a_shared_limit_waits_its_lease_and_the_semaphores_with_it(
     began = time.monotonic()
     until(lambda: client.take(limit, 1) == [] and own_redis.client.zcard(KEY) == 2)  # both have registered
     outside.release()
-    client.give(limit, held)
+    client.release(limit, held)
     assert len(taken(client, limit, 2)) == 2
     assert time.monotonic() - began > 2.5
 
@@ -170,7 +170,7 @@ def test_a_shared_limit_waits_its_lease_and_the_semaphores_with_it(
 def test_limits_say_that_a_shared_limit_waits(start: Start, own_redis: RedisServer, database: str) -> None:
     limit = declare_limit(database, concurrency=2, lease=LONG, shared=True)
     client = start(own_redis.url)
-    client.give(limit, client.take(limit, 1))
+    client.release(limit, client.take(limit, 1))
     own_redis.flush()
     with looking(database, own_redis) as bus:
         until(lambda: client.take(limit, 1) == [] and bus.get_limit("docai").state == "JOINING")
@@ -221,7 +221,7 @@ def test_a_semaphore_gets_no_permit_of_a_limit_that_is_not_shared(
 ) -> None:
     limit = declare_limit(database, concurrency=2, lease=60)
     client, outside = start(own_redis.url), semaphore(max_concurrent=2)
-    client.give(limit, client.take(limit, 1))
+    client.release(limit, client.take(limit, 1))
     with pytest.raises(ConfigurationError, match=r"Limit\('docai', …, shared=True\)"):
         outside.acquire()
     shared = declare_limit(database, concurrency=2, lease=60, shared=True)

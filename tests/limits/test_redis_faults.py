@@ -87,11 +87,11 @@ def test_lost_to_one_alone_it_begins_nothing_and_the_others_go_on(
     assert alone.renew(limit, held) == []  # nobody knows, and the lease has not ended
     assert len(other.take(limit, 4)) == 2
     assert other.mode == "redis"
-    assert alone.look(limit).mode == "lost"
+    assert alone.usage(limit).mode == "lost"
     proxies[0].is_refusing = False
     all_in("redis", alone)
     assert alone.renew(limit, held) == []
-    alone.give(limit, held)
+    alone.release(limit, held)
     assert len(alone.take(limit, 4)) == 2
     said = [record.getMessage() for record in caplog.records]
     assert sum("limits in Redis: alone" in line and "cannot reach it" in line for line in said) == 1
@@ -107,7 +107,7 @@ def test_what_is_given_back_while_lost_is_free_for_others_when_redis_is_back(
     held = alone.take(limit)
     cut(proxies[0])
     all_in("lost", alone)
-    alone.give(limit, held)
+    alone.release(limit, held)
     assert other.take(limit) == []
     proxies[0].is_refusing = False
     until(lambda: other.take(limit))
@@ -150,9 +150,9 @@ def test_lost_to_all_each_keeps_to_its_share_and_comes_back(
     held = [client.take(limit, 5) for client in clients]
     assert [len(some) for some in held] == [2, 2]  # floor of 5 ÷ 2
     assert all(client.renew(limit, some) == [] for client, some in zip(clients, held, strict=True))
-    assert set(first.look(limit).holders) == {*held[0], *held[1]}
-    assert first.look(limit).mode == "degraded"
-    second.give(limit, held[1][:1])
+    assert set(first.usage(limit).holders) == {*held[0], *held[1]}
+    assert first.usage(limit).mode == "degraded"
+    second.release(limit, held[1][:1])
     assert len(second.take(limit, 5)) == 1
     own_redis.start()
 
@@ -199,10 +199,10 @@ def test_one_that_held_more_than_its_share_leaves_nothing_for_others_until_it_gi
     all_in("degraded", greedy, other)
     assert greedy.renew(limit, held) == []
     assert other.take(limit, 4) == []
-    greedy.give(limit, held[:1])
+    greedy.release(limit, held[:1])
     assert greedy.take(limit) == []  # three are more than its share of two
     assert len(other.take(limit, 4)) == 1
-    greedy.give(limit, held[1:])
+    greedy.release(limit, held[1:])
     assert len(greedy.take(limit, 4)) == 2
     assert len(other.take(limit, 4)) == 1
 
@@ -221,10 +221,10 @@ def test_degraded_a_permit_passes_from_one_program_to_another(
     (token,) = held[0] or held[1]
     assert heir.take(limit) == []
     assert heir.renew(limit, [token]) == []
-    assert heir.look(limit).holders[token] > 30
+    assert heir.usage(limit).holders[token] > 30
     assert keeper.take(limit) == []
-    heir.give(limit, [token])
-    assert keeper.look(limit).holders == {}
+    heir.release(limit, [token])
+    assert keeper.usage(limit).holders == {}
     assert len(keeper.take(limit)) == 1
     assert heir.renew(limit, tokens(1)) != []
 
@@ -304,7 +304,7 @@ def test_one_that_was_stopped_gets_nothing_from_redis_after_it_was_counted_out(
             )
         except StaleError:
             return True
-        store._permits.give(limit, granted, epoch=store._fleet.epoch)
+        store._permits.release(limit, granted, epoch=store._fleet.epoch)
         return False
 
     until(refused, QUICK.live + 10)
@@ -407,7 +407,7 @@ def test_two_databases_share_a_redis_and_its_epoch(
         return bool(own_redis.client.zcard("docai_semaphore:test") == 3)
 
     until(is_registered)
-    there.give(limit, held_there[:1])
+    there.release(limit, held_there[:1])
     got: list[str] = []
 
     def has_taken() -> bool:
@@ -476,11 +476,11 @@ def test_without_postgresql_permits_are_given_as_long_as_the_leave_lasts(
         )
         held = client.take(limit, 2)
         cut(proxy)
-        client.give(limit, held[:1])
+        client.release(limit, held[:1])
 
         def is_refused() -> bool:
             granted = client.take(limit)
-            client.give(limit, granted)
+            client.release(limit, granted)
             return not granted
 
         until(is_refused, QUICK.live + 10)
@@ -505,7 +505,7 @@ def test_a_stopped_redis_keeps_nobody_waiting_for_long(
     slowest = 0.0
     for _ in range(100):
         began = time.monotonic()
-        client.give(limit, client.take(limit))
+        client.release(limit, client.take(limit))
         slowest = max(slowest, time.monotonic() - began)
     assert client.mode == "degraded"
     assert slowest < TIMEOUT_SECONDS

@@ -45,9 +45,9 @@ def test_without_an_epoch_nothing_is_done(permits: RedisScripts, own_redis: Redi
         with pytest.raises(EpochError):
             permits.renew(LIMIT, tokens(1), epoch=epoch, register=True)
         with pytest.raises(EpochError):
-            permits.give(LIMIT, tokens(1), epoch=epoch)
+            permits.release(LIMIT, tokens(1), epoch=epoch)
         with pytest.raises(EpochError):
-            permits.look(LIMIT, epoch=epoch)
+            permits.usage(LIMIT, epoch=epoch)
     assert own_redis.client.keys() == []
 
 
@@ -108,18 +108,20 @@ def test_a_leave_that_has_run_out_is_good_for_nothing(permits: RedisScripts) -> 
 
 def test_killed_and_stopped_servers_give_no_answer(permits: RedisScripts, own_redis: RedisServer) -> None:
     epoch = permits.begin_epoch(None, 60)
-    permits.give(LIMIT, permits.take(LIMIT, tokens(1), 60, epoch=epoch), epoch=epoch)  # now the scripts are known
+    permits.release(
+        LIMIT, permits.take(LIMIT, tokens(1), 60, epoch=epoch), epoch=epoch
+    )  # now the scripts are known
     own_redis.pause()
     with pytest.raises(RedisLostError, match="Timeout"):
         permits.take(LIMIT, tokens(1), 60, epoch=epoch)
     own_redis.resume()
-    held = until(lambda: permits.look(LIMIT, epoch=epoch).holders)  # it was done after all, and nobody was told
+    held = until(lambda: permits.usage(LIMIT, epoch=epoch).holders)  # it was done after all, and nobody was told
     assert len(held) == 1
     own_redis.kill()
     with pytest.raises(RedisLostError):
-        permits.look(LIMIT, epoch=epoch)
+        permits.usage(LIMIT, epoch=epoch)
     with pytest.raises(RedisLostError, match="refused"):
-        permits.look(LIMIT, epoch=epoch)
+        permits.usage(LIMIT, epoch=epoch)
 
 
 def test_an_answer_that_comes_late_is_nobodys(permits: RedisScripts, own_redis: RedisServer) -> None:

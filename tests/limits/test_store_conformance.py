@@ -38,7 +38,7 @@ def test_a_token_that_has_a_permit_keeps_it_and_takes_no_second(make: Maker) -> 
     limit, store = make.limit(concurrency=2), make()
     (token,) = store.take(limit, tokens(1), limit.lease)
     assert store.take(limit, [token], limit.lease) == [token]
-    assert len(store.look(limit).holders) == 1
+    assert len(store.usage(limit).holders) == 1
     assert len(store.take(limit, tokens(2), limit.lease)) == 1
 
 
@@ -46,29 +46,29 @@ def test_permits_are_shared_by_all_clients(make: Maker) -> None:
     limit, one, other = make.limit(concurrency=3), make("one"), make("other")
     assert len(one.take(limit, tokens(2), limit.lease)) == 2
     assert len(other.take(limit, tokens(2), limit.lease)) == 1
-    assert one.look(limit).holders.keys() == other.look(limit).holders.keys()
+    assert one.usage(limit).holders.keys() == other.usage(limit).holders.keys()
 
 
 def test_giving_back_frees_that_one_only_and_twice_is_once(make: Maker) -> None:
     limit, store = make.limit(concurrency=3), make()
     held = store.take(limit, tokens(3), limit.lease)
-    store.give(limit, [held[1]])
-    store.give(limit, [held[1]])
-    assert set(store.look(limit).holders) == {held[0], held[2]}
+    store.release(limit, [held[1]])
+    store.release(limit, [held[1]])
+    assert set(store.usage(limit).holders) == {held[0], held[2]}
     assert len(store.take(limit, tokens(3), limit.lease)) == 1
 
 
 def test_an_unknown_token_frees_nothing(make: Maker) -> None:
     limit, store = make.limit(concurrency=1), make()
     store.take(limit, tokens(1), limit.lease)
-    store.give(limit, tokens(1))
+    store.release(limit, tokens(1))
     assert store.take(limit, tokens(1), limit.lease) == []
 
 
 def test_somebody_elses_permit_can_be_given_back_by_its_token(make: Maker) -> None:
     limit, one, other = make.limit(concurrency=1), make("one"), make("other")
     held = one.take(limit, tokens(1), limit.lease)
-    other.give(limit, held)
+    other.release(limit, held)
     assert other.take(limit, tokens(1), limit.lease) != []
 
 
@@ -88,10 +88,10 @@ def test_each_holder_has_a_lease_of_its_own(make: Maker) -> None:
 
     def renewed_alone() -> bool:
         assert store.renew(limit, [kept]) == []
-        return gone not in store.look(limit).holders
+        return gone not in store.usage(limit).holders
 
     until(renewed_alone)
-    assert set(store.look(limit).holders) == {kept}
+    assert set(store.usage(limit).holders) == {kept}
 
 
 def test_a_renewed_permit_is_kept_beyond_its_first_lease(make: Maker) -> None:
@@ -110,7 +110,7 @@ def test_a_renewed_permit_is_kept_beyond_its_first_lease(make: Maker) -> None:
 def test_renewing_tells_which_are_lost(make: Maker) -> None:
     limit, store = make.limit(concurrency=2), make()
     held = store.take(limit, tokens(2), limit.lease)
-    store.give(limit, held[:1])
+    store.release(limit, held[:1])
     stranger = tokens(1)
     assert store.renew(limit, [*held, *stranger]) == [held[0], *stranger]
 
@@ -119,15 +119,15 @@ def test_a_permit_taken_for_a_moment_passes_to_who_renews_it(make: Maker) -> Non
     limit, keeper, heir = make.limit(concurrency=1, lease=60), make("keeper"), make("heir")
     held = keeper.take(limit, tokens(1), 5.0)
     assert heir.renew(limit, held) == []
-    assert heir.look(limit).holders[held[0]] > 30
+    assert heir.usage(limit).holders[held[0]] > 30
 
 
 def test_nothing_is_asked_for_and_nothing_is_got(make: Maker) -> None:
     limit, store = make.limit(concurrency=1), make()
     assert store.take(limit, [], limit.lease) == []
     assert store.renew(limit, []) == []
-    store.give(limit, [])
-    assert store.look(limit).holders == {}
+    store.release(limit, [])
+    assert store.usage(limit).holders == {}
 
 
 def test_the_rate_lets_a_burst_begin_and_then_one_by_one(make: Maker) -> None:
@@ -175,7 +175,7 @@ def test_rate_and_concurrency_hold_together(make: Maker) -> None:
     limit, store = make.limit(concurrency=3, rate="1/h", burst=5), make()
     held = store.take(limit, tokens(9), limit.lease)
     assert len(held) == 3
-    store.give(limit, held)
+    store.release(limit, held)
     assert len(store.take(limit, tokens(9), limit.lease)) == 2  # permits are free, the rate is used up
     assert store.take(limit, tokens(1), limit.lease) == []
 
@@ -185,7 +185,7 @@ def test_what_was_refused_uses_up_no_rate(make: Maker) -> None:
     held = store.take(limit, tokens(5), limit.lease)
     for _ in range(5):
         assert store.take(limit, tokens(3), limit.lease) == []
-    store.give(limit, held)
+    store.release(limit, held)
     assert len(store.take(limit, tokens(3), limit.lease)) == 1
 
 
@@ -193,7 +193,7 @@ def test_a_limit_without_concurrency_knows_its_holders(make: Maker) -> None:
     limit, store = make.limit(rate="1000/s", burst=50), make()
     held = store.take(limit, tokens(20), limit.lease)
     assert len(held) == 20
-    assert set(store.look(limit).holders) == set(held)
+    assert set(store.usage(limit).holders) == set(held)
 
 
 def test_fewer_permits_while_held_lets_nobody_in_until_enough_have_left(make: Maker) -> None:
@@ -203,10 +203,10 @@ def test_fewer_permits_while_held_lets_nobody_in_until_enough_have_left(make: Ma
     assert store.renew(limit, held) == []
     for _ in range(3):
         assert store.take(limit, tokens(1), limit.lease) == []
-        store.give(limit, [held.pop()])
+        store.release(limit, [held.pop()])
     assert len(held) == 2
     assert store.take(limit, tokens(1), limit.lease) == []
-    store.give(limit, [held.pop()])
+    store.release(limit, [held.pop()])
     assert len(store.take(limit, tokens(5), limit.lease)) == 1
 
 
@@ -219,16 +219,16 @@ def test_more_permits_while_held_are_there_at_once(make: Maker) -> None:
 
 def test_looking_tells_the_holders_their_time_and_the_flow(make: Maker) -> None:
     limit, store = make.limit(concurrency=4, lease=30), make()
-    first = store.look(limit)
+    first = store.usage(limit)
     assert (first.holders, first.flow, first.mode) == ({}, None, make.kind)
     held = store.take(limit, tokens(3), limit.lease)
-    found = store.look(limit)
+    found = store.usage(limit)
     assert set(found.holders) == set(held)
     assert all(25 < left <= 30 for left in found.holders.values())
     assert found.flow is not None
     assert 3 / 30 < found.flow <= 3.1  # three within a second or, on a slow machine, some more
-    store.give(limit, held)
-    assert store.look(limit).holders == {}
+    store.release(limit, held)
+    assert store.usage(limit).holders == {}
 
 
 def test_limits_of_other_names_are_others(make: Maker) -> None:
@@ -250,9 +250,9 @@ def test_the_clients_clock_does_not_matter(make: Maker, monkeypatch: pytest.Monk
             mine = wrong.take(limit, tokens(3), limit.lease)
             assert len(mine) == 1
             assert wrong.renew(limit, [*held, *mine]) == []
-            assert all(0 < left <= 5 for left in wrong.look(limit).holders.values())
-        assert set(right.look(limit).holders) == {*held, *mine}
-        wrong.give(limit, mine)
+            assert all(0 < left <= 5 for left in wrong.usage(limit).holders.values())
+        assert set(right.usage(limit).holders) == {*held, *mine}
+        wrong.release(limit, mine)
 
 
 def test_never_above_the_limit_with_many_threads(make: Maker) -> None:
@@ -266,13 +266,13 @@ def test_never_above_the_limit_with_many_threads(make: Maker) -> None:
                 inside.enter(token)
             for token in granted:
                 inside.leave(token)
-            store.give(limit, granted)
+            store.release(limit, granted)
 
     with ThreadPoolExecutor(len(stores)) as pool:
         list(pool.map(enter_and_leave, stores))
     inside.assert_never_above()
     assert inside.entries > 50
-    assert stores[0].look(limit).holders == {}
+    assert stores[0].usage(limit).holders == {}
 
 
 @pytest.fixture
@@ -330,7 +330,7 @@ def _enter_and_leave(kind: str, settings: dict[str, Any], counter: Any, path: li
             counter[2] += 1
         if is_to_die and entered == 3:
             # Its call goes on at the other end for as long as its permit is kept; then it is no longer inside.
-            left = store.look(limit).holders[granted[0]]
+            left = store.usage(limit).holders[granted[0]]
             if os.fork() == 0:
                 threading.Event().wait(left - 0.3)
                 with counter.get_lock():
@@ -340,5 +340,5 @@ def _enter_and_leave(kind: str, settings: dict[str, Any], counter: Any, path: li
         time.sleep(0.002)
         with counter.get_lock():
             counter[0] -= 1
-        store.give(limit, granted)
+        store.release(limit, granted)
     assert entered == 20

@@ -152,7 +152,7 @@ def test_so_many_bad_answers_in_a_row_open_the_breaker_once(answers: list[ApiAns
     for count, answer in enumerate(answers, 1):
         now = 1000.0 + count
         limit_state = bad(limit_state, now, answer=answer, limit=limit, reason="HTTP 500")
-        assert limit_state.is_open == (count >= needed)
+        assert limit_state.breaker_open == (count >= needed)
         if count >= needed:  # what was under way then changes nothing
             assert limit_state.opened_at == 1000.0 + needed
             assert limit_state.open_until == 1000.0 + needed + 60
@@ -163,7 +163,7 @@ def test_so_many_bad_answers_in_a_row_open_the_breaker_once(answers: list[ApiAns
 def test_a_good_answer_breaks_the_row(answers: list[bool]) -> None:
     limit_state, row = LimitState(), 0
     for number, is_good in enumerate(answers):
-        if limit_state.is_open:
+        if limit_state.breaker_open:
             break
         if is_good:
             limit_state, row = after_good(limit_state, token="a"), 0
@@ -171,7 +171,7 @@ def test_a_good_answer_breaks_the_row(answers: list[bool]) -> None:
             limit_state = bad(limit_state, 1000.0 + number, answer=ApiAnswer.BROKEN, limit=USUAL)
             row += 1
         assert limit_state.failures == row
-        assert limit_state.is_open == (row >= 3)
+        assert limit_state.breaker_open == (row >= 3)
 
 
 def test_what_nobody_knows_neither_counts_nor_breaks_the_row() -> None:
@@ -188,7 +188,7 @@ def test_a_bad_probe_opens_it_again_and_a_good_one_closes_it() -> None:
     assert limit_state.blocked_until(1062.0) is None
     assert limit_state.is_probing
     again = bad(probed(limit_state, "p", 1062.0), 1063.0, token="p", answer=ApiAnswer.TIMEOUT, limit=USUAL)
-    assert (again.is_open, again.opened_at, again.open_until, again.probe) == (True, 1002.0, 1123.0, None)
+    assert (again.breaker_open, again.opened_at, again.open_until, again.probe) == (True, 1002.0, 1123.0, None)
     assert after_good(probed(again, "q", 1123.0), token="q") == LimitState()
 
 
@@ -196,14 +196,14 @@ def test_a_limit_without_a_breaker_never_has_one() -> None:
     limit_state = LimitState()
     for number in range(50):
         limit_state = bad(limit_state, 1000.0 + number, answer=ApiAnswer.BROKEN)
-    assert not limit_state.is_open
+    assert not limit_state.breaker_open
 
 
 @given(st.sampled_from(BAD), st.one_of(st.none(), st.floats(0, 1e4)), st.floats(0, 1e9))
 def test_what_a_person_has_closed_stays_closed_whatever_comes(
     answer: ApiAnswer, retry_after: float | None, now: float
 ) -> None:
-    forced = LimitState(is_open=True, is_forced=True, opened_at=1000.0, open_reason="closed by ann")
+    forced = LimitState(breaker_open=True, breaker_forced=True, opened_at=1000.0, open_reason="closed by ann")
     assert forced.blocked_until(now) == float("inf")
     for after in (
         bad(forced, now, answer=answer, retry_after=retry_after, limit=USUAL),
@@ -212,7 +212,7 @@ def test_what_a_person_has_closed_stays_closed_whatever_comes(
         after_good(probed(forced, "p", now), token="p"),
         after_unknown(probed(forced, "p", now), token="p"),
     ):
-        assert after.is_forced
+        assert after.breaker_forced
         assert after.blocked_until(now) == float("inf")
 
 
@@ -242,10 +242,10 @@ def test_different_commands_open_the_breaker_where_several_call(
 ) -> None:
     limit_state = LimitState()
     for number, command in enumerate(failing):
-        assert not limit_state.is_open
+        assert not limit_state.breaker_open
         token, callers = f"t{number}#{command}", tuple(str(other) for other in others)
         limit_state = bad(limit_state, 1000.0, token=token, answer=ApiAnswer.BROKEN, limit=USUAL, callers=callers)
-    assert limit_state.is_open == opens
+    assert limit_state.breaker_open == opens
 
 
 def test_a_good_answer_forgets_who_failed() -> None:
@@ -348,7 +348,11 @@ class Fleet(RuleBasedStateMachine):
         after = bad(before, self.now, token=token, answer=answer, retry_after=retry_after, limit=self.limit)
         closed = before.blocked_until(self.now)
         if closed is not None and not is_probe:
-            assert (after.step, after.failures, after.is_open) == (before.step, before.failures, before.is_open)
+            assert (after.step, after.failures, after.breaker_open) == (
+                before.step,
+                before.failures,
+                before.breaker_open,
+            )
             assert (after.blocked_until(self.now) or 0) >= closed, "nobody's answer shortens a wait"
             assert began <= closed
         else:
@@ -393,7 +397,7 @@ class Fleet(RuleBasedStateMachine):
 
     @invariant()
     def the_breaker_is_open_when_it_must_be(self) -> None:
-        assert self.limit_state.is_open == (self.limit_state.failures >= self.limit.breaker_failures)
+        assert self.limit_state.breaker_open == (self.limit_state.failures >= self.limit.breaker_failures)
 
     @invariant()
     def only_a_limit_that_stands_badly_has_a_probe(self) -> None:

@@ -193,7 +193,7 @@ def _limits(sample: Sample) -> Named:
     taking = permits.take("free", ["token"])
     yield "limit_take_one", first_statement(taking)
     yield "limit_take", taking.steps.send([])
-    yield "limit_give", first_statement(permits.give("free", ["token"], good=True))
+    yield "limit_give", first_statement(permits.release("free", ["token"], good=True))
     yield "limit_renew", first_statement(permits.renew("free", ["token"]))
     yield "limit_rows", select_limits("free", locking=True)
     claimable = texts.part("limits/claimable")

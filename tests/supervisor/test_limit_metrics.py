@@ -55,7 +55,7 @@ def of_limit(text: str, name: str = "docai") -> dict[str, float]:
 
 def test_every_figure_has_its_metric() -> None:
     docai = LimitFigures("docai", 5, 3, 17, 2, 12.5, True, True, 100, 4, 40, 61.25)
-    free = replace(docai, name="free", permits=None, is_open=False, is_degraded=False)
+    free = replace(docai, name="free", permits=None, breaker_open=False, is_degraded=False)
     breakers = {("orders", "ship"): BreakerFigures(True, 5, 212), ("orders", "bill"): BreakerFigures(False, 1, 0)}
     shared = FleetFigures((docai, free), breakers, {("orders", "nightly"): ScheduleFigures(7.5, 12, 3)})
     text = metrics(View(1.0, "RUNNING", look=CoronerLook(1.0, figures=shared)))
@@ -97,7 +97,7 @@ def test_the_figures_are_those_of_the_database(bus: CommandBus, db: psycopg.Conn
         bus.run(answer("docai", None, ApiAnswer.RATE_LIMITED, gives=False, reason="429", retry_after=500.0))
     docai = bus.run(figures(["orders"])).limits[0]
     assert docai.rate_limited == 2
-    assert docai.is_open
+    assert docai.breaker_open
     assert 400 < docai.backoff_seconds <= 500
     bus.run(report("orders", "ship", Breaker(stuck=1), bad=[Bad(1, is_stuck=True, text="it hangs")]))
     assert bus.run(figures(["orders"])).breakers == {("orders", "ship"): BreakerFigures(True, 1, 0)}

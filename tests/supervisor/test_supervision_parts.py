@@ -241,7 +241,9 @@ def test_degraded_is_said() -> None:
 
 def test_metrics_can_be_scraped() -> None:
     parser = pytest.importorskip("prometheus_client.parser")
-    text = metrics(replace(waiting(15.0), settled=9, stuck=1, restarts=2, deaths={"frozen": 1}, postmortems=1))
+    text = metrics(
+        replace(waiting(15.0), settled=9, stuck=1, restarts=2, ends_by_cause={"frozen": 1}, postmortems=1)
+    )
     found = {
         (sample.name, *sample.labels.values()): sample.value
         for family in parser.text_string_to_metric_families(text)
@@ -253,7 +255,7 @@ def test_metrics_can_be_scraped() -> None:
     assert found["commandbus_slots_free",] == 6
     assert found["commandbus_settled_total",] == 9
     assert found["commandbus_stuck_total",] == 1
-    assert found["commandbus_worker_deaths_total", "frozen"] == 1
+    assert found["commandbus_worker_ends_total", "frozen"] == 1
     assert found["commandbus_ready", "orders"] == 5
     assert found["commandbus_oldest_ready_seconds", "orders"] == 15
     assert found["commandbus_troubleshooting_queue", "orders"] == 2

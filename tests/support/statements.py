@@ -31,7 +31,7 @@ _PLACEHOLDER = re.compile(r"%\((\w+)\)s|%s|%%")
 _BODY = re.compile(
     r"CREATE (?:OR REPLACE )?FUNCTION (?P<name>\S+?)\((?P<head>.*?)\$\$(?P<body>.*?)\$\$", re.DOTALL
 )
-_PARTS_ONLY = {"limits/claimable", "batches/settle_done_batches", "commands/settle_groups"}
+_PARTS_ONLY = {"limits/claimable", "batches/settle_done_batches", "commands/settle_batches_and_processes"}
 _HOLE = "hole"
 _LOCKING = {
     "breakers/lock": "FOR UPDATE",
@@ -90,7 +90,9 @@ def _in_files() -> Iterator[Found]:
                 "of_batch": inspect._MEMBERS["of_batch"],
                 "claimable": sql.part("limits/claimable"),
                 "groups": sql.part(
-                    "batches/settle_done_batches" if name == "commands/settle_done" else "commands/settle_groups"
+                    "batches/settle_done_batches"
+                    if name == "commands/settle_done"
+                    else "commands/settle_batches_and_processes"
                 ),
                 **send.CALLERS_IDS,
                 **batch._RETRIES,

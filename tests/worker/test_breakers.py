@@ -25,7 +25,7 @@ from commandbus import (
 from commandbus.model.breaker import Breaker
 from commandbus.model.outcome import Failure, Judgement, Verdict
 from commandbus.settings import Settings
-from commandbus.worker.breakers import Word, word_of
+from commandbus.worker.breakers import BreakerReport, report_of
 from support.waiting import one, until, verdicts
 from support.workers import add, done, either
 
@@ -371,20 +371,20 @@ def test_one_whose_queue_is_gone_does_not_disturb_the_leases(
 def test_what_an_end_says_to_the_breaker(
     verdict: Verdict, failure: Failure, is_probe: bool, expected: str | None
 ) -> None:
-    word = word_of(Settings(), "orders", "hang", 7, Judgement(verdict, failure), is_probe=is_probe)
-    assert _said(word) == expected
+    one = report_of(Settings(), "orders", "hang", 7, Judgement(verdict, failure), is_probe=is_probe)
+    assert _said(one) == expected
     counting = Settings(breakers={"*": Breaker(stuck=0, failures=1)})
-    word = word_of(counting, "orders", "hang", 7, Judgement(verdict, failure), is_probe=is_probe)
+    one = report_of(counting, "orders", "hang", 7, Judgement(verdict, failure), is_probe=is_probe)
     if (
         verdict in (Verdict.RETRY, Verdict.EXHAUSTED, Verdict.TIMED_OUT)
         and failure.error_code != "ISOLATION_FAILED"
     ):
-        assert _said(word) in ("stuck", "failed")
+        assert _said(one) in ("stuck", "failed")
     else:
-        assert _said(word) == expected
+        assert _said(one) == expected
 
 
-def _said(word: Word | None) -> str | None:
-    if word is None:
+def _said(one: BreakerReport | None) -> str | None:
+    if one is None:
         return None
-    return "good" if word.bad is None else "stuck" if word.bad.is_stuck else "failed"
+    return "good" if one.bad is None else "stuck" if one.bad.is_stuck else "failed"

@@ -273,7 +273,7 @@ LIMIT_CHANGES = {
     "step": "step = 2147483647, until = now()",
     "until": "until = 'infinity', step = 1",
     "until_long_ago": "until = '-infinity', step = 1",
-    "opened": "is_open = true, opened_at = 'infinity', open_until = '-infinity', failures = 2147483647",
+    "opened": "breaker_open = true, opened_at = 'infinity', open_until = '-infinity', failures = 2147483647",
     "probe": "probe = repeat('x', 100000), probe_until = 'infinity'",
     "counts": "granted = 9223372036854775807, waits = 9223372036854775807, waited_seconds = 'nan'",
     "lease": "lease = 'nan'",

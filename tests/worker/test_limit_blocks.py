@@ -841,7 +841,7 @@ def test_three_5xx_open_the_breaker_and_one_probe_closes_it(
     add(handlers, lane, "page", page, limits=["docai"])
     bad = bus.send("orders", "page", "bad", max_attempts=3)
     start_worker(handlers, retry_policy=AT_ONCE)
-    until(lambda: one(db, "SELECT is_open FROM commandbus.limits"))
+    until(lambda: one(db, "SELECT breaker_open FROM commandbus.limits"))
     until(lambda: [code for _, code, _ in failures_of(db, bad)] == ["ERROR"] * 3)
     waiting = [bus.send("orders", "page", n) for n in range(6)]
     until(lambda: bus.status("orders")[0].parked == 6)
@@ -858,7 +858,7 @@ def test_three_5xx_open_the_breaker_and_one_probe_closes_it(
     assert probe.began - (api.visits[2].ended or 0) >= 1.4
     for sent in waiting:
         until(lambda sent=sent: status_of(bus, sent) is CommandStatus.COMPLETED)
-    assert one(db, "SELECT (is_open, failures) = (false, 0) FROM commandbus.limits")
+    assert one(db, "SELECT (breaker_open, failures) = (false, 0) FROM commandbus.limits")
     done_ = db.execute("SELECT action FROM commandbus.control_action WHERE subject = 'breaker docai' ORDER BY id")
     assert [action for (action,) in done_] == ["OPEN", "CLOSE"]
 
@@ -875,7 +875,7 @@ def test_a_probe_that_fails_opens_the_breaker_again(
 
     sent = bus.send("orders", "page", 0, max_attempts=9)
     start_worker(handlers, retry_policy=AT_ONCE)
-    until(lambda: one(db, "SELECT is_open FROM commandbus.limits"))
+    until(lambda: one(db, "SELECT breaker_open FROM commandbus.limits"))
     bus.send_many("orders", [NewCommand("page", n, max_attempts=9) for n in (1, 2, 3)])
     until(lambda: status_of(bus, sent) is CommandStatus.COMPLETED, 30)
     until(lambda: one(db, "SELECT count(*) FROM commandbus.command WHERE status = 'COMPLETED'") == 4)
@@ -893,7 +893,7 @@ def test_time_outs_open_the_breaker_too(
     add(handlers, lane, "page", _calls_too_long(lane, "sleep", api), on_timeout="fail")
     bus.send_many("orders", [NewCommand("page", "slow") for _ in range(2)])
     start_worker(handlers)
-    until(lambda: one(db, "SELECT is_open FROM commandbus.limits"))
+    until(lambda: one(db, "SELECT breaker_open FROM commandbus.limits"))
     assert "2 bad answers in a row, the last: timeout" in one(db, "SELECT open_reason FROM commandbus.limits")
 
 
@@ -914,7 +914,7 @@ def test_a_handlers_own_mistakes_say_nothing_of_the_api(
     start_worker(handlers, retry_policy=AT_ONCE)
     until(lambda: one(db, "SELECT count(*) FROM commandbus.tsq") == 8)
     until(lambda: holders(db) == {})
-    assert one(db, "SELECT (failures, step, is_open) = (0, 0, false) FROM commandbus.limits")
+    assert one(db, "SELECT (failures, step, breaker_open) = (0, 0, false) FROM commandbus.limits")
     with pytest.raises(urllib.error.HTTPError):
         fetch(api.url)
 

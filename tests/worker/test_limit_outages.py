@@ -103,7 +103,7 @@ def test_one_bad_command_does_not_stay_the_probe(
     api.bad["bad"] = kind
     bus.send("orders", "page", command_id="bad")
     start_worker(handlers)
-    until(lambda: limit_state(db, "is_open"))  # alone in line, it has opened the breaker
+    until(lambda: limit_state(db, "breaker_open"))  # alone in line, it has opened the breaker
     bus.send_many("orders", [NewCommand("page", command_id=f"good-{n}") for n in range(20)])
     until(lambda: statuses(db).get("COMPLETED") == 20, what=lambda: (api.calls, statuses(db)))
 
@@ -168,7 +168,7 @@ def test_one_bad_command_among_others_does_not_open_the_breaker(
     bus.send("orders", "page", command_id="bad")
     until(lambda: statuses(db).get("IN_TROUBLESHOOTING_QUEUE") == 1)
     assert api.calls["bad"] == 6
-    assert (limit_state(db, "failures"), limit_state(db, "is_open")) == (6, False)
+    assert (limit_state(db, "failures"), limit_state(db, "breaker_open")) == (6, False)
 
 
 def test_different_commands_open_the_breaker(
@@ -178,7 +178,7 @@ def test_different_commands_open_the_breaker(
     api.down = "503"
     bus.send_many("orders", [NewCommand("page", command_id=f"c{n}") for n in range(5)])
     start_worker(handlers, concurrency=1)
-    until(lambda: limit_state(db, "is_open"))
+    until(lambda: limit_state(db, "breaker_open"))
     assert len(limit_state(db, "blamed")) >= 3
 
 
@@ -189,7 +189,7 @@ def test_two_that_call_are_enough_if_there_are_no_more(
     api.down = "503"
     bus.send_many("orders", [NewCommand("page", command_id=f"c{n}") for n in range(2)])
     start_worker(handlers, concurrency=2)
-    until(lambda: limit_state(db, "is_open"))
+    until(lambda: limit_state(db, "breaker_open"))
 
 
 # --- tries end, and nobody pays for all ------------------------------------------------------------------------
@@ -222,7 +222,7 @@ def test_an_outage_of_an_hour_leaves_none_of_forty_in_the_troubleshooting_queue(
     api.down = kind
     bus.send_many("orders", [NewCommand("page", command_id=f"c{n}") for n in range(40)])
     start_worker(handlers, concurrency=5)
-    until(lambda: limit_state(db, "is_open"))
+    until(lambda: limit_state(db, "breaker_open"))
     began = api.total
     until(lambda: api.total >= began + PROBES_OF_AN_HOUR, seconds=40, what=lambda: api.total)
     assert one(db, "SELECT count(*) FROM commandbus.tsq") == 0
@@ -311,7 +311,9 @@ def test_a_hung_probe_of_a_limited_command_is_waived_while_others_wait(
     bus.pause("orders", "page", operator="ann")
     start_worker(handlers, cancel_grace=0.3, redis_url=redis_url)
     until(lambda: bus.status("orders")[0].parked == len(names))
-    db.execute("UPDATE commandbus.limits SET is_open = true, opened_at = now(), open_until = now() + '1 second'")
+    db.execute(
+        "UPDATE commandbus.limits SET breaker_open = true, opened_at = now(), open_until = now() + '1 second'"
+    )
     bus.resume("orders", "page", operator="ann")
     if not others:
         until(lambda: statuses(db) == {"IN_TROUBLESHOOTING_QUEUE": 1})

@@ -165,7 +165,7 @@ def test_a_429_is_state_of_the_limit_and_spends_no_attempt(bus, db, handlers, st
     until(lambda: completed(db) == 6, seconds=30)
     # Nobody called during the back-off of half a second (less a tenth of jitter).
     assert calls[1][0] - calls[0][0] >= 0.4
-    limit_state = db.execute("SELECT step, failures, is_open, rate_limited FROM commandbus.limits").fetchone()
+    limit_state = db.execute("SELECT step, failures, breaker_open, rate_limited FROM commandbus.limits").fetchone()
     assert limit_state == (0, 0, False, 1)
     codes = db.execute("SELECT DISTINCT error_code FROM commandbus.attempt ORDER BY 1").fetchall()
     assert ("RATE_LIMITED",) in codes

@@ -215,7 +215,7 @@ class LimitMethods(_LimitOperations):
         return (
             kept
             if not elsewhere
-            else kept | inspect_redis.look_at(self.settings, elsewhere, self.run(limit_metrics.look_at_fleet()))
+            else kept | inspect_redis.look_at(self.settings, elsewhere, self.run(limit_metrics.redis_fleet()))
         )
 
 
@@ -304,13 +304,13 @@ class AsyncLimitMethods(_LimitOperations):
         kept, elsewhere = _by_backend(rows)
         if not elsewhere:
             return kept
-        fleet = await self.run(limit_metrics.look_at_fleet())
+        fleet = await self.run(limit_metrics.redis_fleet())
         return kept | await asyncio.to_thread(inspect_redis.look_at, self.settings, elsewhere, fleet)
 
 
 def _by_backend(rows: Sequence[LimitRow]) -> tuple[dict[str, PermitUsage], list[LimitRow]]:
     """The usage of limits whose permits are in PostgreSQL, and the rows of the other limits."""
     return (
-        {row.name: row.look for row in rows if row.store == "postgres"},
+        {row.name: row.usage for row in rows if row.store == "postgres"},
         [row for row in rows if row.store != "postgres"],
     )

@@ -78,7 +78,7 @@ class CallWaiters:
         if call.is_in_line and self._held_permits.connection.run(permits.step_out(call.number)):
             with suppress(CommandBusError):  # the limit is gone, and so are its permits
                 row = self._held_permits.known(call.name)
-                self._held_permits.stores.of(row).give(row, [call.token])
+                self._held_permits.stores.of(row).release(row, [call.token])
             self._waker.look_at(call.name)
 
     def step_out(self) -> None:

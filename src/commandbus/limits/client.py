@@ -79,7 +79,7 @@ class LimitClient(DatabaseService):
         self._admission = Admission(self._held_permits, self._waker, self._releases, make_token=self._make_token)
         self._call_waiters = CallWaiters(self._held_permits, self._waker, self._releases)
         self._shut: dict[str, float] = {}  # when (monotonic) an API last refused a call
-        self._said_shut: dict[str, float] = {}  # the same, from notifications that are not handled yet
+        self._told_blocked: dict[str, float] = {}  # the same, from notifications that are not handled yet
         self._sweep_at = monotonic() + random.random() * SWEEP_SECONDS  # noqa: S311 - they spread out
         self._numbers = itertools.count(secrets.randbits(40) << 20)
         self._must_ask_line = False
@@ -196,14 +196,14 @@ class LimitClient(DatabaseService):
 
         self.order(judge)
 
-    def look(self, name: str) -> Future[tuple[LimitRow, PermitUsage]]:
+    def usage(self, name: str) -> Future[tuple[LimitRow, PermitUsage]]:
         """The state of a limit, and who holds its permits."""
         answer: Future[tuple[LimitRow, PermitUsage]] = Future()
 
         def find() -> None:
             try:
                 row = self._held_permits.row(name)
-                answer.set_result((row, self._stores.of(row).look(row)))
+                answer.set_result((row, self._stores.of(row).usage(row)))
             except CommandBusError as error:
                 answer.set_exception(error)
 
@@ -320,7 +320,7 @@ class LimitClient(DatabaseService):
         if not self._held_permits.knows(name):
             return
         if kind == CLOSED:
-            self._said_shut[name] = monotonic()
+            self._told_blocked[name] = monotonic()
         elif kind == CHANGED:
             self._held_permits.forget(name)
             self._waker.look_at(name)
@@ -328,8 +328,8 @@ class LimitClient(DatabaseService):
             self._waker.look_at(name)
 
     def _look_who_is_shut(self) -> None:
-        said, self._said_shut = self._said_shut, {}
-        for name, at in said.items():
+        told, self._told_blocked = self._told_blocked, {}
+        for name, at in told.items():
             try:
                 limit_state = self._held_permits.row(name).limit_state
             except CommandBusError:

@@ -120,7 +120,7 @@ class HeldPermits:
             return [], row
         granted = self.stores.of(row).take(row, tokens[:1], row.lease)
         if granted and not self.connection.run(permits.take_probe(name, granted[0]), limit=name):
-            self.stores.of(row).give(row, granted)
+            self.stores.of(row).release(row, granted)
             granted = []
         return granted, row
 
@@ -132,7 +132,7 @@ class HeldPermits:
         if limit_state.blocked_until(row.now) is not None or (
             limit_state.is_probing and limit_state.probe != token
         ):
-            store.give(row, [token])  # it was reserved before the API refused a call
+            store.release(row, [token])  # it was reserved before the API refused a call
             if limit_state.probe == token:
                 # It was to be the probe, but makes no call. So let another caller be the probe.
                 unknown = permits.answer(name, token, ApiAnswer.UNKNOWN, gives=False, has_begun=False)

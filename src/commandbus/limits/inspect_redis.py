@@ -24,12 +24,12 @@ def look_at(settings: Settings, rows: Sequence[LimitRow], fleet: RedisFleet) -> 
     if settings.redis_url is None:
         return _unknown(rows, "the permits are in Redis, and this program has no redis_url")
     if fleet.epoch is None:  # no program has used Redis yet
-        return {row.name: PermitUsage({}, row.look.flow, fleet.mode) for row in rows}
+        return {row.name: PermitUsage({}, row.usage.flow, fleet.mode) for row in rows}
     found = _unknown(rows, "the permits are in Redis, which this program cannot reach now")
     permits = RedisScripts(settings.redis_url, settings.environment)
     try:
         for row in rows:
-            seen = permits.look(row, epoch=fleet.epoch)
+            seen = permits.usage(row, epoch=fleet.epoch)
             found[row.name] = _seen(row, seen, fleet)
     except (RedisLostError, EpochError, StaleError):
         pass  # what was not seen stays unknown
@@ -39,12 +39,12 @@ def look_at(settings: Settings, rows: Sequence[LimitRow], fleet: RedisFleet) -> 
 
 
 def _unknown(rows: Sequence[LimitRow], why: str) -> dict[str, PermitUsage]:
-    return {row.name: PermitUsage({}, row.look.flow, UNKNOWN, why) for row in rows}
+    return {row.name: PermitUsage({}, row.usage.flow, UNKNOWN, why) for row in rows}
 
 
 def _degraded(row: LimitRow, fleet: RedisFleet) -> PermitUsage:
     note = f"Redis is away, and {SHARED}: nobody begins before it is back" if row.shared else None
-    return PermitUsage(fleet.tokens.get(row.name, {}), row.look.flow, fleet.mode, note=note)
+    return PermitUsage(fleet.tokens.get(row.name, {}), row.usage.flow, fleet.mode, note=note)
 
 
 def _seen(row: LimitRow, seen: PermitUsage, fleet: RedisFleet) -> PermitUsage:
@@ -57,4 +57,4 @@ def _seen(row: LimitRow, seen: PermitUsage, fleet: RedisFleet) -> PermitUsage:
         mode, seconds, note = "joining", seen.blocked_seconds, f"{LOST_DATA}, and {SHARED}"
     elif not row.shared and any(token.startswith("semaphore/") for token in seen.holders):
         note = "stand-alone semaphores hold permits, and the limit is not declared with shared=True: nobody begins"
-    return PermitUsage(seen.holders, seen.flow or row.look.flow, mode, blocked_seconds=seconds, note=note)
+    return PermitUsage(seen.holders, seen.flow or row.usage.flow, mode, blocked_seconds=seconds, note=note)

@@ -117,9 +117,9 @@ class Releases:
         try:
             row = self._held_permits.known(name)
             if row.store != "postgres":
-                self._held_permits.stores.of(row).give(row, tokens)
+                self._held_permits.stores.of(row).release(row, tokens)
             is_awaited, probe = self._held_permits.connection.run(
-                permits.give(name, tokens, good=good), limit=name
+                permits.release(name, tokens, good=good), limit=name
             )
             for release in releases:
                 if release.permit.token == probe:
@@ -166,29 +166,31 @@ class Releases:
         if release.keeps and not release.stays:
             self._waker.look_at(permit.limit, permit.renewed_at + permit.lease - boottime())
         closed = limit_state.blocked_until(row.now)
-        self._waker.look_at(permit.limit, 0.0 if closed is None or limit_state.is_forced else closed - row.now)
+        self._waker.look_at(
+            permit.limit, 0.0 if closed is None or limit_state.breaker_forced else closed - row.now
+        )
         release.is_waived = answered.is_waived
 
     def _others(self, release: Release) -> Iterable[str]:
         """The other holders, if the limit's row does not contain them."""
         row = self._held_permits.known(release.permit.limit)
-        return () if row.store == "postgres" else self._held_permits.stores.of(row).look(row).holders
+        return () if row.store == "postgres" else self._held_permits.stores.of(row).usage(row).holders
 
     def _give_external(self, row: LimitRow, token: str) -> None:
         try:
-            self._held_permits.stores.of(row).give(row, [token])
+            self._held_permits.stores.of(row).release(row, [token])
         except CommandBusError as error:
             logger.warning("a permit of limit %s cannot be released, and ends with its lease: %s", row.name, error)
 
 
 def _log(name: str, holder: str, reason: str, row: LimitRow, limit_state: LimitState) -> None:
     closed = limit_state.blocked_until(row.now)
-    left = None if closed is None or limit_state.is_forced else format_seconds(round(closed - row.now, 1))
+    left = None if closed is None or limit_state.breaker_forced else format_seconds(round(closed - row.now, 1))
     extra = {
         "limit": name,
         "holder": holder,
         "backoff_step": limit_state.step,
-        "breaker": "open" if limit_state.is_open else "closed",
+        "breaker": "open" if limit_state.breaker_open else "closed",
     }
     text = "limit %s: %s, holder %s (%s, breaker %s)%s"
     step = f"step {limit_state.step} of the back-off" if limit_state.step else "no back-off"

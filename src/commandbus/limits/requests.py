@@ -93,9 +93,9 @@ def refuse(row: LimitRow, *, waited_seconds: float | None) -> Refusal:
     max_wait = row.limit.max_wait_seconds
     until = limit_state.blocked_until(now)
     if until is not None or limit_state.is_probing:
-        code = "LIMIT_BREAKER" if limit_state.is_open or limit_state.is_forced else "LIMIT_BACKOFF"
+        code = "LIMIT_BREAKER" if limit_state.breaker_open or limit_state.breaker_forced else "LIMIT_BACKOFF"
         note = why_none(row)
-        if limit_state.is_forced:
+        if limit_state.breaker_forced:
             until = None
     else:
         code, note = "LIMIT_FULL", full(row)

@@ -83,7 +83,7 @@ class Waker:
             row = self._held_permits.known(name)
             if row.store != "postgres":
                 store = self._held_permits.stores.external(row)
-                grant, release = store.keep_for_others, store.give
+                grant, release = store.keep_for_others, store.release
         except UnknownLimitError:
             pass  # the limit is gone, and those who waited for it are told so
         except CommandBusError as error:

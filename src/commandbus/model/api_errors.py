@@ -114,8 +114,8 @@ def api_failure(error: BaseException) -> ApiFailure | None:
         first = min(found, key=lambda failure: _ORDER.index(failure.kind))
         if first.kind != "rate_limited" or first.retry_after is not None:
             return first
-        said = next((failure.retry_after for failure in found if failure.retry_after is not None), None)
-        return replace(first, retry_after=said)
+        seconds = next((failure.retry_after for failure in found if failure.retry_after is not None), None)
+        return replace(first, retry_after=seconds)
     except BaseException as hostile:
         if isinstance(hostile, KeyboardInterrupt):
             raise
@@ -220,11 +220,11 @@ def _unanswered(error: BaseException) -> ApiFailure | None:
 
 
 def _judged_answer(status: int, headers: object, host: str) -> ApiFailure | None:
-    said = _retry_after_in(headers)
+    retry_after = _retry_after_in(headers)
     text = f"{status} from {host}" if host else f"HTTP {status}"
-    if status == 429 or (status == 503 and said is not None):
-        return ApiFailure("rate_limited", status, said, text)
-    return ApiFailure("broken", status, said, text) if status >= 500 else None
+    if status == 429 or (status == 503 and retry_after is not None):
+        return ApiFailure("rate_limited", status, retry_after, text)
+    return ApiFailure("broken", status, retry_after, text) if status >= 500 else None
 
 
 def _judged_document(response: Mapping[object, object]) -> ApiFailure | None:

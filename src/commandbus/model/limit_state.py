@@ -64,8 +64,8 @@ class LimitState:
     until: float | None = None
     reason: str | None = None
     failures: int = 0
-    is_open: bool = False
-    is_forced: bool = False
+    breaker_open: bool = False
+    breaker_forced: bool = False
     opened_at: float | None = None
     open_until: float | None = None
     open_reason: str | None = None
@@ -77,15 +77,15 @@ class LimitState:
     def blocked_until(self, now: float) -> float | None:
         """Until when the limit is blocked; None if it is not. A breaker that a person opened blocks without
         end."""
-        if self.is_forced:
+        if self.breaker_forced:
             return float("inf")
-        latest = max(self.until or 0.0, self.open_until or 0.0 if self.is_open else 0.0)
+        latest = max(self.until or 0.0, self.open_until or 0.0 if self.breaker_open else 0.0)
         return latest if latest > now else None
 
     @property
     def is_probing(self) -> bool:
         """May only one call at a time begin, the probe?"""
-        return self.step > 0 or self.is_open
+        return self.step > 0 or self.breaker_open
 
     def is_probed(self, now: float) -> bool:
         """Is the probe under way?"""
@@ -101,7 +101,7 @@ class LimitState:
 
     def explain(self, name: str) -> str:
         """Why the limit is blocked, for people."""
-        if self.is_open:
+        if self.breaker_open:
             return f"the breaker of {name} is open: {self.open_reason}"
         return f"{self.reason or f'429 from {name}'}, step {self.step} of the back-off"
 
@@ -137,12 +137,12 @@ def after_bad(
         least = 0.0 if step == 1 else min(1.0, wait)
         until = now + (wait if retry_after is None else max(retry_after, least))
         after = replace(after, step=step, until=until, reason=reason)
-    if limit.breaker_failures and (limit_state.is_open or _is_enough(after, limit.breaker_failures, callers)):
+    if limit.breaker_failures and (limit_state.breaker_open or _is_enough(after, limit.breaker_failures, callers)):
         count = f"{after.failures} bad answers in a row" if after.failures > 1 else "a bad answer"
         after = replace(
             after,
-            is_open=True,
-            opened_at=limit_state.opened_at if limit_state.is_open else now,
+            breaker_open=True,
+            opened_at=limit_state.opened_at if limit_state.breaker_open else now,
             open_until=now + limit.breaker_reset_seconds,
             open_reason=f"{count}, the last: {reason}",
         )
@@ -166,7 +166,7 @@ def after_good(limit_state: LimitState, *, token: str | None) -> LimitState:
     """The state after a good answer: the probe's ends back-off and breaker; any other ends the series of bad
     ones."""
     if token is not None and limit_state.probe == token:
-        if limit_state.is_forced:
+        if limit_state.breaker_forced:
             return replace(limit_state, probe=None, probe_until=None)
         return LimitState()
     if limit_state.is_probing or not limit_state.failures:

@@ -93,7 +93,7 @@ _LIMITER = [
     ("SELECT", ("limits", "parked", "pause", "worker", "limit_client", "limit_mode")),
     ("SELECT (id, domain, command_id, msg_id)", ("command",)),  # to name the command whose turn it is
     (  # the state of limits, not what they allow, and not what a person has decided
-        "UPDATE (holders, tat, flow, flow_at, flow_since, step, until, reason, failures, is_open, opened_at, "
+        "UPDATE (holders, tat, flow, flow_at, flow_since, step, until, reason, failures, breaker_open, opened_at, "
         "open_until, open_reason, probe, probe_until, granted, rate_limited, waits, waited_seconds, blamed, vain, "
         "good_at, tended_at, tended_since)",
         ("limits",),

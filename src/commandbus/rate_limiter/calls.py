@@ -235,8 +235,8 @@ def _call_of(ocr_processor: Any) -> Callable[[bytes], Any]:
 
 
 def _pause_after(attempt: int, error: RateLimitError) -> float:
-    said = told_seconds(error.retry_after)
-    pause = calculate_backoff(attempt) if said is None else said
+    asked = told_seconds(error.retry_after)
+    pause = calculate_backoff(attempt) if asked is None else asked
     logger.warning("rate limited, attempt %d: again in %g s (%s)", attempt, pause, error)
     return pause
 

@@ -163,7 +163,7 @@ class RedisSemaphore(_Semaphore):
         """Give the permit back; nothing happens if there is none."""
         token = self._take_token()
         if token is not None:
-            self._shared.give(token)
+            self._shared.release(token)
 
     def abandon(self) -> None:
         """Keep the permit until its lease ends: the call that it was for may still run at the other end."""
@@ -233,13 +233,13 @@ class AsyncRedisSemaphore(_Semaphore):
     def _give_back(self) -> None:
         token = self._take_token()
         if token is not None:
-            threading.Thread(target=self._shared.give, args=(token,), daemon=True).start()
+            threading.Thread(target=self._shared.release, args=(token,), daemon=True).start()
 
     async def release(self) -> None:
         """Give the permit back; nothing happens if there is none."""
         token = self._take_token()
         if token is not None:
-            await asyncio.to_thread(self._shared.give, token)
+            await asyncio.to_thread(self._shared.release, token)
 
     async def abandon(self) -> None:
         """Keep the permit until its lease ends: the call that it was for may still run at the other end."""

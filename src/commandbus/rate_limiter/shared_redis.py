@@ -125,7 +125,7 @@ class SharedRedis:
             self._serve()
         return is_granted
 
-    def give(self, token: str) -> None:
+    def release(self, token: str) -> None:
         """Give a permit back. If Redis cannot be told now, it is later, as long as the lease lasts."""
         with self._lock:
             permit = self._permits.get(token)
@@ -142,7 +142,7 @@ class SharedRedis:
     def seconds_to_next(self, values: SemaphoreValues) -> float:
         """When the next permit may be free without anybody giving one back: a lease ends, or the epoch opens."""
         try:
-            use = self._ask(values, lambda epoch: self._scripts.look(values, epoch=epoch))
+            use = self._ask(values, lambda epoch: self._scripts.usage(values, epoch=epoch))
         except RedisLostError:
             return PAUSE_SECONDS
         return max(0.01, min(use.holders.values(), default=PAUSE_SECONDS))
@@ -220,7 +220,7 @@ class SharedRedis:
             self.keep_until_lease_ends(permit.token)
 
     def _give_to_redis(self, permit: Permit, epoch: str) -> None:
-        self._scripts.give(permit.values, [permit.token], epoch=epoch)
+        self._scripts.release(permit.values, [permit.token], epoch=epoch)
 
     # --- the thread -------------------------------------------------------------------------------------------
 

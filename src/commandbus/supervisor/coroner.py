@@ -49,7 +49,7 @@ from commandbus.supervisor.death_log import say_culprit, say_done
 from commandbus.supervisor.worker_messages import Hello
 from commandbus.worker import running_file
 from commandbus.worker.board import SlotView
-from commandbus.worker.breakers import Judge, Words, word_of
+from commandbus.worker.breakers import BreakerReports, Judge, report_of
 
 logger = safe_logger("commandbus.supervisor")
 
@@ -143,7 +143,7 @@ class Coroner(DatabaseService):
         self._opened: dict[str, list[DatabaseSession]] = {}  # by worker: sessions that its handlers opened
         self._lock = threading.Lock()
         self._scouted_at = 0.0
-        self._words = Words(settings)
+        self._reports = BreakerReports(settings)
         self._judge = Judge(settings)
         self._judging: dict[str, float] = {}  # domains with new culprits, and until when to judge their breakers
         self.domains: tuple[str, ...] = ()
@@ -159,7 +159,7 @@ class Coroner(DatabaseService):
         with self._lock:
             other._cases, other._opened = list(self._cases), dict(self._opened)
         other.domains, other.done, other.look = self.domains, self.done, self.look
-        other._words, other._judge, other._judging = self._words, self._judge, dict(self._judging)
+        other._reports, other._judge, other._judging = self._reports, self._judge, dict(self._judging)
         return other
 
     def add(self, case: Case) -> None:
@@ -205,7 +205,7 @@ class Coroner(DatabaseService):
     def _work(self) -> None:
         self._spare_others(self._look_at_traces)
         # Write what could not be written before, because the connection was lost.
-        self._spare_others(lambda: self._words.write(self._connection))
+        self._spare_others(lambda: self._reports.write(self._connection))
         self._spare_others(self._judge_breakers)
         for case in self.open_cases:
             if self.is_done:
@@ -354,7 +354,7 @@ class Coroner(DatabaseService):
                 if finding is not None and finding.role is Role.CULPRIT:
                     say_culprit(case.worker, domain, held, finding, settlement)
                     self._count(case, domain, held, finding)
-        self._words.write(self._connection)
+        self._reports.write(self._connection)
         return sum(answer in ("busy", "canceled") for answer in answers.values())
 
     def _count(self, case: Case, domain: str, held: Held, finding: Finding) -> None:
@@ -365,9 +365,9 @@ class Coroner(DatabaseService):
             slot = case.slot_of(domain, held)
             ran_for = 0.0 if slot is None else time.monotonic() - slot.started
             where = (domain, row.command_type, row.id)
-            word = word_of(case.settings, *where, judgement, is_probe=False, ran_for=ran_for)
-            if word is not None:
-                self._words.add(word)
+            one = report_of(case.settings, *where, judgement, is_probe=False, ran_for=ran_for)
+            if one is not None:
+                self._reports.add(one)
                 self._judging[domain] = time.monotonic() + JUDGING_SECONDS
 
     def _judge_breakers(self) -> None:

@@ -360,7 +360,7 @@ class Supervisor:
             restarts=totals["restarts"],
             reloads=dict(self._worker_processes.reloads),
             reload_error=self._worker_processes.reload_error,
-            deaths=dict(self._worker_processes.deaths),
+            ends_by_cause=dict(self._worker_processes.ends_by_cause),
             postmortems=self._coroner.done,
             open_postmortems=len(self._coroner.open_cases),
             claimed_at=self._claimed_at,

@@ -60,7 +60,7 @@ class View:
     restarts: int = 0
     reloads: Mapping[str, int] = field(default_factory=dict)
     reload_error: str = ""
-    deaths: Mapping[str, int] = field(default_factory=dict)
+    ends_by_cause: Mapping[str, int] = field(default_factory=dict)
     postmortems: int = 0
     open_postmortems: int = 0
     claimed_at: float = 0.0
@@ -156,8 +156,8 @@ def metrics(view: View) -> str:
                [Sample(view.reloads.get(outcome, 0), {"outcome": outcome}) for outcome in ("done", "failed")]),
         Metric("commandbus_reload_failed", GAUGE, "1 if the last reload failed, and the old workers stay.",
                [Sample(1 if view.reload_error else 0)]),
-        Metric("commandbus_worker_deaths_total", COUNTER, "Ends of workers by cause.",
-               [Sample(count, {"cause": cause}) for cause, count in sorted(view.deaths.items())]),
+        Metric("commandbus_worker_ends_total", COUNTER, "Ends of workers by cause.",
+               [Sample(count, {"cause": cause}) for cause, count in sorted(view.ends_by_cause.items())]),
         Metric("commandbus_postmortems_total", COUNTER, "Dead workers whose commands were settled.",
                [Sample(view.postmortems)]),
         Metric("commandbus_postmortems_open", GAUGE, "Dead workers whose commands are not settled yet.",

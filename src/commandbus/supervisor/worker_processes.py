@@ -65,7 +65,7 @@ class WorkerProcesses:
         self.settings = settings
         self.workers: list[WorkerProcess] = []
         self.totals: Counter[str] = Counter()
-        self.deaths: Counter[str] = Counter()
+        self.ends_by_cause: Counter[str] = Counter()
         self.fatal: Failed | None = None
         self.is_ending = False
         self.reloads: Counter[str] = Counter()
@@ -307,7 +307,7 @@ class WorkerProcesses:
     def _count(self, worker: WorkerProcess, death: Death) -> None:
         shown, report = worker.snapshot, worker.report
         planned = worker.is_planned and death.cause is Cause.STOPPED
-        self.deaths["planned" if planned else death.cause.value] += 1
+        self.ends_by_cause["planned" if planned else death.cause.value] += 1
         self.totals["claimed"] += shown.claimed
         self.totals["stuck"] += shown.stuck + (death.cause is Cause.FROZEN)
         if report is None:

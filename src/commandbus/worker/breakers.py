@@ -41,7 +41,7 @@ Key = tuple[str, str]
 """Domain and command type."""
 
 
-class Word(NamedTuple):
+class BreakerReport(NamedTuple):
     """What to report about one attempt, and when it began, by `monotonic`. Without `bad`, it was a probe that went
     well."""
 
@@ -52,7 +52,7 @@ class Word(NamedTuple):
     began: float = 0.0
 
 
-def word_of(
+def report_of(
     settings: Settings,
     domain: str,
     command_type: str,
@@ -61,7 +61,7 @@ def word_of(
     *,
     is_probe: bool,
     ran_for: float = 0.0,
-) -> Word | None:
+) -> BreakerReport | None:
     """What an ended attempt, which ran for so many seconds, means for its breaker; None: nothing.
 
     An attempt counts as stuck if it had to be given up, or its process died. A probe that was canceled, or could
@@ -72,8 +72,8 @@ def word_of(
         return None
     if judgement.verdict in _TROUBLE and (rule.failures or (rule.stuck and is_stuck(failure))):
         bad = Bad(command, is_stuck(failure), _text(failure))
-        return Word(domain, command_type, command, bad, monotonic() - ran_for)
-    return Word(domain, command_type, command, None) if is_probe else None
+        return BreakerReport(domain, command_type, command, bad, monotonic() - ran_for)
+    return BreakerReport(domain, command_type, command, None) if is_probe else None
 
 
 def is_stuck(failure: Failure) -> bool:
@@ -103,37 +103,37 @@ def say(moved: Moved | None) -> None:
             logger.info(text, name, moved.reason, moved.released, more, extra=extra)
 
 
-class Words:
+class BreakerReports:
     """Reports on their way to the database. Any thread adds them, one thread writes them."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._words: list[Word] = []
+        self._reports: list[BreakerReport] = []
         self._lock = threading.Lock()
 
-    def add(self, word: Word) -> None:
+    def add(self, one: BreakerReport) -> None:
         """Add a report."""
         with self._lock:
-            self._words.append(word)
+            self._reports.append(one)
 
     def write(self, connection: LastingConnection) -> None:
         """Write the reports. Those that a lost connection interrupts are kept."""
-        while self._words:
+        while self._reports:
             with self._lock:
-                domain, command_type, *_ = self._words[0]
-                words = [word for word in self._words if word[:2] == (domain, command_type)]
+                domain, command_type, *_ = self._reports[0]
+                reports = [one for one in self._reports if one[:2] == (domain, command_type)]
             rule = self._settings.breaker_of(domain, command_type)
             now = monotonic()
-            bad = [word.bad._replace(began_ago=now - word.began) for word in words if word.bad is not None]
-            good = [word.command for word in words if word.bad is None]
+            bad = [one.bad._replace(began_ago=now - one.began) for one in reports if one.bad is not None]
+            good = [one.command for one in reports if one.bad is None]
             try:
                 say(connection.run(report(domain, command_type, rule, bad=bad, good=good)))
             except PassingError:
                 raise
             except Exception:
-                logger.exception("a breaker of domain %s was not told of %d attempts", domain, len(words))
+                logger.exception("a breaker of domain %s was not told of %d attempts", domain, len(reports))
             with self._lock:
-                self._words = [word for word in self._words if not any(word is told for told in words)]
+                self._reports = [one for one in self._reports if not any(one is told for told in reports)]
 
 
 class Judge:
@@ -185,14 +185,14 @@ class WorkerBreakers:
     def __init__(self, settings: Settings, domains: Sequence[str]) -> None:
         self._settings = settings
         self._domains = list(domains)
-        self._words = Words(settings)
+        self._reports = BreakerReports(settings)
         self._judge = Judge(settings)
         self._ended = _Ended(settings)
         self._recent: Mapping[Key, Sequence[BadAttempt]] = {}
         self._told: dict[Key, float] = {}
         self._clock = 0.0  # the server's clock minus `monotonic`
         self._sweep_at = 0.0
-        self.on_word: Callable[[], None] = lambda: None
+        self.on_report: Callable[[], None] = lambda: None
 
     # --- called by slots, the ladder and the lease keeper; never wait --------------------------------------------
 
@@ -204,19 +204,19 @@ class WorkerBreakers:
         if not is_stuck(judgement.failure):
             self._ended[key].append(monotonic())
         is_probe, ran_for = attempt.is_probe, attempt.elapsed_ms() / 1000
-        self._leave(word_of(self._settings, *key, attempt.id, judgement, is_probe=is_probe, ran_for=ran_for))
+        self._hand_in(report_of(self._settings, *key, attempt.id, judgement, is_probe=is_probe, ran_for=ran_for))
 
     def completed(self, attempt: Attempt) -> None:
         """An attempt completed."""
         self._ended[attempt.domain, attempt.command_type].append(monotonic())
         if attempt.row[IS_PROBE] and not attempt.is_lost:
-            self._leave(Word(attempt.domain, attempt.command_type, attempt.id, None))
+            self._hand_in(BreakerReport(attempt.domain, attempt.command_type, attempt.id, None))
 
     # --- called by the maintenance -----------------------------------------------------------------------------
 
     def write(self, connection: LastingConnection) -> None:
         """Write the reports. Those that a lost connection interrupts are kept."""
-        self._words.write(connection)
+        self._reports.write(connection)
         self._sweep_at = 0.0
 
     @property
@@ -229,9 +229,9 @@ class WorkerBreakers:
         if not self._recent:
             return None
         self._told = {key: recent[-1].ended for key, recent in self._recent.items()}
-        return {f"{domain}/{kind}": self._tally((domain, kind)).to_json() for domain, kind in self._recent}
+        return {f"{domain}/{kind}": self._counts_of((domain, kind)).to_json() for domain, kind in self._recent}
 
-    def _tally(self, key: Key) -> AttemptCounts:
+    def _counts_of(self, key: Key) -> AttemptCounts:
         ended = self._ended[key].copy() if key in self._ended else deque[float]()
         since = moments(self._recent[key])
         others = [sum(at + self._clock >= moment for at in ended) for moment in since]
@@ -275,10 +275,10 @@ class WorkerBreakers:
         self._recent = seen.recent
         return seen
 
-    def _leave(self, word: Word | None) -> None:
-        if word is not None:
-            self._words.add(word)
-            self.on_word()
+    def _hand_in(self, one: BreakerReport | None) -> None:
+        if one is not None:
+            self._reports.add(one)
+            self.on_report()
 
 
 def _text(failure: Failure) -> str:

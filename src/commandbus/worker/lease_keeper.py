@@ -228,10 +228,10 @@ class LeaseKeeper(DatabaseService):
 
     def _ask_cancels(self) -> None:
         with self._looking:
-            said, self._to_look_at = self._to_look_at, set()
+            messages, self._to_look_at = self._to_look_at, set()
         by_domain: dict[str, list[Attempt]] = {}
         for attempt in self._held():
-            if (attempt.domain, attempt.msg_id) in said:
+            if (attempt.domain, attempt.msg_id) in messages:
                 by_domain.setdefault(attempt.domain, []).append(attempt)
         for domain, attempts in by_domain.items():
             self._pass_on(attempts, self._connection.run(pending_cancels(domain, self._worker, attempts)))

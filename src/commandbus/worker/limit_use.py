@@ -271,7 +271,7 @@ class LimitUse:
 
     def _park(self, row: LimitRow, failure: Failure, note: str) -> Settlement:
         self._parks_at = row.name
-        until = None if row.limit_state.is_forced else row.limit_state.blocked_until(row.now)
+        until = None if row.limit_state.breaker_forced else row.limit_state.blocked_until(row.now)
         return self._attempt.park(row.name, failure, note, until=until)
 
     def _give_back(self, releases: Sequence[Release]) -> None:

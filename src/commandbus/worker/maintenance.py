@@ -108,7 +108,7 @@ class Maintenance(DatabaseService):
         self._scheduling = scheduling
         self._key_releasing = key_releasing
         self._expiry = ExpirySweep(identity.domains)
-        breakers.on_word = lambda: self.order(lambda: breakers.write(self._connection))
+        breakers.on_report = lambda: self.order(lambda: breakers.write(self._connection))
         self.state = "ACTIVE"
         self._beat_at = 0.0
         self._pruned_at = monotonic() - random.random() * PRUNE_SECONDS  # noqa: S311 - workers spread out

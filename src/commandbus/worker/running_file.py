@@ -132,10 +132,10 @@ def _parse(data: bytes, worker: str) -> Running:
     end = start + slots * _RECORD.size
     if magic != _MAGIC or data[end:] != _MAGIC:
         raise ValueError("it was overwritten")
-    said = json.loads(data[_HEAD.size : _HEAD.size + length])
-    if said["worker"] != worker or said["boot"] != _boot():
+    header = json.loads(data[_HEAD.size : _HEAD.size + length])
+    if header["worker"] != worker or header["boot"] != _boot():
         raise ValueError("it is of another worker, or of an earlier start of this machine")
-    return frozenset(_running(_RECORD.iter_unpack(data[start:end]), said["domains"]))
+    return frozenset(_running(_RECORD.iter_unpack(data[start:end]), header["domains"]))
 
 
 def _running(records: Iterable[tuple[int, int, int]], domains: Sequence[str]) -> Iterable[tuple[str, int]]:

@@ -314,8 +314,8 @@ class Settler(DatabaseService):
             self._unwritten.pop(id(item), None)
         text = "%s of domain %s cannot be written now%s, trying again in %.1f s: %s"
         where = f" to {needs}" if needs else ""
-        said = str(error).strip().partition("\n")[0]
-        logger.warning(text, counted(len(items), "outcome"), domain, where, pause, said)
+        reason = str(error).strip().partition("\n")[0]
+        logger.warning(text, counted(len(items), "outcome"), domain, where, pause, reason)
 
     def _write_once(self, domain: str, items: Sequence[Item], *, in_doubt: bool, is_hurried: bool) -> None:
         settlements = [self._surely(item, ended) for item, ended in items if isinstance(ended, Settlement)]
@@ -443,8 +443,8 @@ class _Aside:
 
 
 def _unstorable(attempt: Attempt, error: Exception) -> Settlement:
-    said = error.diag.message_primary if isinstance(error, psycopg.Error) else None
-    reason = f"its outcome could not be stored: {said or error}"
+    primary = error.diag.message_primary if isinstance(error, psycopg.Error) else None
+    reason = f"its outcome could not be stored: {primary or error}"
     failure = describe(PermanentCommandError(reason, code="UNSTORABLE"))
     return attempt.fail(Judgement(Verdict.PERMANENT, failure))
 

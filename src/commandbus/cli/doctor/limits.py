@@ -7,7 +7,7 @@ from commandbus.cli.exit_codes import one_line
 from commandbus.db.drivers import run
 from commandbus.errors import ConfigurationError
 from commandbus.flow.limits.declare import LimitRow, difference, list_limits
-from commandbus.flow.limits.metrics import look_at_fleet
+from commandbus.flow.limits.metrics import redis_fleet
 from commandbus.limits.stores.redis.scripts import RedisLostError, RedisScripts
 from commandbus.model.counting import counted
 from commandbus.model.durations import format_seconds
@@ -77,7 +77,7 @@ def _redis(conn: Conn, settings: Settings, in_redis: list[LimitRow]) -> Findings
         )
         return
     yield ok("redis", f"{address} answers")
-    mode = run(conn, look_at_fleet()).mode
+    mode = run(conn, redis_fleet()).mode
     if in_redis and mode in _AWAY:
         yield warn("redis", f"the limits in it are {mode}: {_AWAY[mode]}", "nothing to do: it recovers by itself")
 
@@ -101,7 +101,7 @@ def _times(row: LimitRow) -> Findings:
 
 
 def _limit_state(row: LimitRow) -> Findings:
-    if row.limit_state.is_forced or row.limit_state.is_open:
+    if row.limit_state.breaker_forced or row.limit_state.breaker_open:
         yield warn(
             CHECK, row.limit_state.explain(row.name), f"`commandbus breakers close --limit {row.name}` closes it"
         )

@@ -76,12 +76,12 @@ def guard(state: StateFolder, binaries: Binaries, data: Path, *, fsync: bool) ->
 
 def _set_password(state: StateFolder, binaries: Binaries, data: Path, password: str, *, fsync: bool) -> None:
     """In single-user mode, which asks for no password. Only the verifier of the password goes there."""
-    said = state.account.run(
+    answer = state.account.run(
         [binaries.program("postgres"), "--single", "-D", data, "-c", f"fsync={fsync:d}", "postgres"],
         text=f"ALTER ROLE postgres PASSWORD '{verifier(password)}'\n",
     )
-    if said.returncode != 0 or "ERROR:" in said.stdout:
-        raise program_failed(f"the password of the PostgreSQL in {data} could not be set", said.stdout)
+    if answer.returncode != 0 or "ERROR:" in answer.stdout:
+        raise program_failed(f"the password of the PostgreSQL in {data} could not be set", answer.stdout)
 
 
 def _first_line(data: Path) -> str:

@@ -232,8 +232,8 @@ def _identify(folder: Path) -> Binaries | None:
         answer = Account.current().run([folder / "postgres", "--version"])
     except OSError:
         return None
-    said = re.search(r"\(PostgreSQL\) ((\d+)\S*)", answer.stdout)
-    return Binaries(folder, said[1], int(said[2])) if said else None
+    found = re.search(r"\(PostgreSQL\) ((\d+)\S*)", answer.stdout)
+    return Binaries(folder, found[1], int(found[2])) if found else None
 
 
 def _runs_as(account: Account, binaries: Binaries) -> bool:

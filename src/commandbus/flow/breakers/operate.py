@@ -110,7 +110,7 @@ def open_limit(name: str, what: OperatorAction) -> Steps[bool]:
     if is_forced:
         return False
     yield Statement(
-        b"UPDATE commandbus.limits SET is_open = true, is_forced = true, "
+        b"UPDATE commandbus.limits SET breaker_open = true, breaker_forced = true, "
         b"opened_at = pg_catalog.clock_timestamp(), "
         b"open_until = NULL, open_reason = %(reason)s, probe = NULL, probe_until = NULL WHERE name = %(name)s",
         {"name": name, "reason": _by(what)},
@@ -142,7 +142,8 @@ def reset_limit(name: str, what: OperatorAction) -> Steps[int]:
 
 def _limit(name: str) -> Steps[tuple[bool, bool]]:
     rows = yield Statement(
-        b"SELECT is_forced, is_open FROM commandbus.limits WHERE name = %(name)s FOR UPDATE", {"name": name}
+        b"SELECT breaker_forced, breaker_open FROM commandbus.limits WHERE name = %(name)s FOR UPDATE",
+        {"name": name},
     )
     if not rows:
         raise (yield from unknown_limit(name))
@@ -151,7 +152,7 @@ def _limit(name: str) -> Steps[tuple[bool, bool]]:
 
 def _close_limit(name: str, what: OperatorAction, action: str) -> Steps[int]:
     yield Statement(
-        b"UPDATE commandbus.limits SET is_open = false, is_forced = false, opened_at = NULL, open_until = NULL, "
+        b"UPDATE commandbus.limits SET breaker_open = false, breaker_forced = false, opened_at = NULL, open_until = NULL, "
         b"open_reason = NULL, failures = 0, blamed = '{}', vain = '{}', probe = NULL, probe_until = NULL "
         b"WHERE name = %(name)s",
         {"name": name},

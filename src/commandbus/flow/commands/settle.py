@@ -315,7 +315,9 @@ def _settle(
     for name, items in kinds.items():
         if items:
             # This takes 6% of a settlement's time, so it is done only for members of batches or processes.
-            groups = sql.part("commands/settle_groups") if any(item.is_grouped for item in items) else ""
+            groups = (
+                sql.part("commands/settle_batches_and_processes") if any(item.is_grouped for item in items) else ""
+            )
             rows = yield Statement(
                 sql.text(name, domain=domain, locking=locking, groups=groups),
                 {

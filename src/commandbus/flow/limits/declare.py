@@ -41,7 +41,7 @@ class LimitRow:
     limit_state: LimitState
     now: float
     tat: float
-    look: PermitUsage
+    usage: PermitUsage
     granted: int
     rate_limited: int
     waits: int
@@ -364,7 +364,7 @@ def _read(row: Row) -> LimitRow:
         limit_state=limit_state,
         now=now,
         tat=tat,
-        look=PermitUsage(holders, flow, "postgres"),
+        usage=PermitUsage(holders, flow, "postgres"),
         granted=granted,
         rate_limited=rate_limited,
         waits=waits,

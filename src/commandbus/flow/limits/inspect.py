@@ -181,8 +181,8 @@ def lines_of(domain: str, limited: Mapping[int, str]) -> Steps[dict[int, LineEst
 
 def _call_waiters(row: LimitRow, ahead: int) -> LineEstimate:
     closed = row.limit_state.blocked_until(row.now)
-    until = None if closed is None or row.limit_state.is_forced else datetime.fromtimestamp(closed, UTC)
-    return LineEstimate(ahead, why_none(row), until, estimate(row, row.look, ahead, is_waiting=True).seconds)
+    until = None if closed is None or row.limit_state.breaker_forced else datetime.fromtimestamp(closed, UTC)
+    return LineEstimate(ahead, why_none(row), until, estimate(row, row.usage, ahead, is_waiting=True).seconds)
 
 
 def why_none(row: LimitRow) -> str:
@@ -200,25 +200,25 @@ def full(row: LimitRow) -> str:
     return f"waits for a permit of {row.name} ({', '.join(part for part in (cap, rate) if part)})"
 
 
-def describe(row: LimitRow, look: PermitUsage, waiting: Waiting) -> LimitInfo:
+def describe(row: LimitRow, usage: PermitUsage, waiting: Waiting) -> LimitInfo:
     """Everything about a limit."""
     limit_state, limit = row.limit_state, row.limit
     closed = limit_state.blocked_until(row.now)
-    state, text = "AVAILABLE", _in_use(row, look)
-    if limit_state.is_open or limit_state.is_forced:
+    state, text = "AVAILABLE", _in_use(row, usage)
+    if limit_state.breaker_open or limit_state.breaker_forced:
         state, text = "BREAKER_OPEN", limit_state.explain(row.name)
     elif limit_state.is_probing:
         state, text = "BACKING_OFF", limit_state.explain(row.name)
-    left = None if closed is None or limit_state.is_forced else closed - row.now
-    if state == "AVAILABLE" and look.note is not None:
-        text = f"{look.note}; {text}"
-        if look.blocked_seconds is not None:
-            state, left, closed = "JOINING", look.blocked_seconds, row.now + look.blocked_seconds
+    left = None if closed is None or limit_state.breaker_forced else closed - row.now
+    if state == "AVAILABLE" and usage.note is not None:
+        text = f"{usage.note}; {text}"
+        if usage.blocked_seconds is not None:
+            state, left, closed = "JOINING", usage.blocked_seconds, row.now + usage.blocked_seconds
     if state != "AVAILABLE" and closed is None:
         state = "PROBING"
         text += f"; {PROBING}"
-    if look.why_unknown is not None:
-        text += f"; use unknown: {look.why_unknown}"
+    if usage.why_unknown is not None:
+        text += f"; use unknown: {usage.why_unknown}"
     until = None if left is None or closed is None else datetime.fromtimestamp(closed, UTC)
     if until is not None and left is not None:
         text = f"until {until.astimezone():%H:%M:%S} (in about {roughly(left)}): {text}"
@@ -226,7 +226,7 @@ def describe(row: LimitRow, look: PermitUsage, waiting: Waiting) -> LimitInfo:
         name=row.name,
         environment=row.environment,
         store=row.store,
-        mode=look.mode,
+        mode=usage.mode,
         concurrency=row.concurrency,
         rate=None if limit.rate is None else str(limit.rate),
         burst=row.burst,
@@ -244,13 +244,13 @@ def describe(row: LimitRow, look: PermitUsage, waiting: Waiting) -> LimitInfo:
         seconds_left=left,
         backoff_step=limit_state.step,
         failures=limit_state.failures,
-        holders=dict(look.holders),
-        in_use=None if look.mode == UNKNOWN else len(look.holders),
-        why_unknown=look.why_unknown,
+        holders=dict(usage.holders),
+        in_use=None if usage.mode == UNKNOWN else len(usage.holders),
+        why_unknown=usage.why_unknown,
         parked=waiting.commands,
         callers=waiting.callers,
         oldest_seconds=waiting.oldest_seconds,
-        starts_per_second=look.flow,
+        starts_per_second=usage.flow,
         granted=row.granted,
         rate_limited=row.rate_limited,
         waits=row.waits,
@@ -261,30 +261,30 @@ def describe(row: LimitRow, look: PermitUsage, waiting: Waiting) -> LimitInfo:
     )
 
 
-def estimate(row: LimitRow, look: PermitUsage, ahead: int, *, is_waiting: bool) -> Estimate:
+def estimate(row: LimitRow, usage: PermitUsage, ahead: int, *, is_waiting: bool) -> Estimate:
     """Estimate how long it takes."""
     limit_state = row.limit_state
     closed = limit_state.blocked_until(row.now)
-    if limit_state.is_forced:
+    if limit_state.breaker_forced:
         return Estimate(
-            row.name, None, 0.0, ahead, look.flow, f"{limit_state.explain(row.name)}; a person must close it"
+            row.name, None, 0.0, ahead, usage.flow, f"{limit_state.explain(row.name)}; a person must close it"
         )
-    backoff = max(0.0 if closed is None else closed - row.now, look.blocked_seconds or 0.0)
-    is_full = row.concurrency is not None and (look.mode == UNKNOWN or len(look.holders) >= row.concurrency)
+    backoff = max(0.0 if closed is None else closed - row.now, usage.blocked_seconds or 0.0)
+    is_full = row.concurrency is not None and (usage.mode == UNKNOWN or len(usage.holders) >= row.concurrency)
     has_permit = not backoff and not is_full
     pace = 0.0
     if row.per_second is not None and row.store == "postgres":
         pace = until_next(row.now, row.tat, row.per_second, row.burst)
     if not ahead and not is_waiting and has_permit and not limit_state.is_probing:
         return Estimate(
-            row.name, pace, 0.0, 0, look.flow, "a permit is free" if not pace else f"the rate of {row.name}"
+            row.name, pace, 0.0, 0, usage.flow, "a permit is free" if not pace else f"the rate of {row.name}"
         )
-    flow = look.flow if look.flow is not None and look.flow >= SLOWEST_FLOW else None
+    flow = usage.flow if usage.flow is not None and usage.flow >= SLOWEST_FLOW else None
     rates = [rate for rate in (flow, row.per_second) if rate]
     rate = min(rates) if rates else None
     why = limit_state.explain(row.name) if limit_state.is_probing else f"{ahead} ahead at {row.name}"
-    if rate is None and look.why_unknown is not None and not backoff and not ahead:
-        return Estimate(row.name, None, 0.0, 0, None, look.why_unknown)
+    if rate is None and usage.why_unknown is not None and not backoff and not ahead:
+        return Estimate(row.name, None, 0.0, 0, None, usage.why_unknown)
     if rate is None:
         seconds = backoff if backoff and not ahead else None
         return Estimate(
@@ -298,9 +298,9 @@ def estimate(row: LimitRow, look: PermitUsage, ahead: int, *, is_waiting: bool) 
     return Estimate(row.name, backoff + max(pace, (ahead + 1) / rate), backoff, ahead, rate, why)
 
 
-def _in_use(row: LimitRow, look: PermitUsage) -> str:
+def _in_use(row: LimitRow, usage: PermitUsage) -> str:
     used = ""
     if row.concurrency is not None:
-        used = f"{'?' if look.mode == UNKNOWN else len(look.holders)} of {row.concurrency} permits in use"
+        used = f"{'?' if usage.mode == UNKNOWN else len(usage.holders)} of {row.concurrency} permits in use"
     rate = "" if row.per_second is None else f"at most {row.limit.rate}"
     return ", ".join(part for part in (used, rate) if part)

@@ -27,7 +27,7 @@ class LimitFigures:
     parked: int
     callers: int
     backoff_seconds: float
-    is_open: bool
+    breaker_open: bool
     is_degraded: bool
     granted: int
     rate_limited: int
@@ -39,7 +39,7 @@ class BreakerFigures(NamedTuple):
     """The breaker of one command type: is it open, how many stuck attempts it counts, how many commands it
     parks."""
 
-    is_open: bool
+    breaker_open: bool
     stuck: int
     parked: int
 
@@ -85,7 +85,7 @@ def figures(domains: Sequence[str]) -> Steps[FleetFigures]:
 
 
 @operation(atomic=False)
-def look_at_fleet() -> Steps[RedisFleet]:
+def redis_fleet() -> Steps[RedisFleet]:
     """What PostgreSQL knows about permits in Redis."""
     modes = yield Statement(sql.text("limits/mode_read"))
     rows = yield Statement(sql.text("limits/client_list", locking=""))

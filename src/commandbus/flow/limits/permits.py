@@ -135,7 +135,7 @@ def renew(name: str, tokens: Sequence[str], *, seconds: float | None = None) -> 
 
 
 @operation(atomic=False)
-def give(name: str, tokens: Sequence[str], *, good: bool = False) -> Steps[tuple[bool, str | None]]:
+def release(name: str, tokens: Sequence[str], *, good: bool = False) -> Steps[tuple[bool, str | None]]:
     """Release permits (`good`: the calls succeeded). Returns whether somebody waits, and which token is the
     probe."""
     rows = yield Statement(
@@ -186,9 +186,9 @@ def answer(
     else:
         after = after_unknown(before, token=token, has_begun=has_begun)
     yield _move(name, after, how, gone=[token] if gives and token is not None else [])
-    if after.is_open != before.is_open or (after.is_open and after.open_until != before.open_until):
-        action = "OPEN" if after.is_open else "CLOSE"
-        why = after.open_reason if after.is_open else "its probe went well"
+    if after.breaker_open != before.breaker_open or (after.breaker_open and after.open_until != before.open_until):
+        action = "OPEN" if after.breaker_open else "CLOSE"
+        why = after.open_reason if after.breaker_open else "its probe went well"
         yield note_action(f"breaker {name}", action, OperatorAction(ITSELF, why))
     if after.is_probing and after.blocked_until(row.now) != before.blocked_until(row.now):
         yield tell(CLOSED + name)
@@ -206,7 +206,7 @@ def _fails_for_all(row: LimitRow, how: ApiAnswer) -> bool:
 def _callers(row: LimitRow, others: Iterable[str]) -> Steps[set[str]]:
     """A command or program that calls an API, or waits to call it, as far as the breaker needs to know it."""
     most = min(row.limit.breaker_failures, MOST_BLAMED)
-    callers = {caller_of(token) for token in (*row.look.holders, *others)}
+    callers = {caller_of(token) for token in (*row.usage.holders, *others)}
     if len(callers) < most and row.is_awaited:
         found = yield Statement(
             sql.text("limits/calling", claimable=sql.part("limits/claimable")), {"name": row.name, "most": most}
@@ -259,7 +259,7 @@ def wake(
     (row,) = rows
     limit_state = row.limit_state
     if (closed := limit_state.blocked_until(row.now)) is not None:
-        return Woken(0, None if limit_state.is_forced else closed - row.now)
+        return Woken(0, None if limit_state.breaker_forced else closed - row.now)
     if limit_state.is_probing:
         if limit_state.is_probed(row.now):
             return Woken(0, (limit_state.probe_until or row.now) - row.now)
@@ -527,7 +527,7 @@ def _move(name: str, after: LimitState, how: ApiAnswer, *, gone: Sequence[str]) 
             "step": after.step,
             "reason": after.reason,
             "failures": after.failures,
-            "is_open": after.is_open,
+            "breaker_open": after.breaker_open,
             "open_reason": after.open_reason,
             "probe": after.probe,
             **times,

@@ -210,8 +210,8 @@ def settle(
     if redis is None:
         rows = yield Statement(b"SELECT extract(epoch FROM pg_catalog.clock_timestamp())::float8")
         held = _by_the_clock(held, rows[0][0])
-    said = {"id": id_, "held": _json(held), "is_lost": redis is None, "epoch": epoch}
-    yield Statement(sql.text("limits/client_say"), said)
+    values = {"id": id_, "held": _json(held), "is_lost": redis is None, "epoch": epoch}
+    yield Statement(sql.text("limits/client_say"), values)
     fleet = yield from _fleet(before, lease)
     after = _decide(fleet, pace, redis)
     if (after.mode, after.epoch) != (fleet.mode, fleet.epoch):
@@ -299,7 +299,7 @@ def renew_share(id_: str, limit: LimitValues, tokens: Sequence[str]) -> Steps[tu
 
 
 @operation(atomic=True)
-def give_share(name: str, tokens: Sequence[str]) -> Steps[None]:
+def release_share(name: str, tokens: Sequence[str]) -> Steps[None]:
     """Release permits that PostgreSQL counts, whichever program's row contains them."""
     fleet = yield from _fleet((yield from _lock()), 0.0)
     changed: dict[str, Held] = {}
@@ -313,7 +313,7 @@ def give_share(name: str, tokens: Sequence[str]) -> Steps[None]:
 
 
 @operation(atomic=False)
-def look_share(name: str) -> Steps[dict[str, float]]:
+def share_in_use(name: str) -> Steps[dict[str, float]]:
     """The tokens that PostgreSQL counts, and how many seconds their leases last."""
     rows = yield Statement(sql.text("limits/client_list", locking=""))
     left: dict[str, float] = {}

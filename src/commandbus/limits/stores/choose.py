@@ -29,10 +29,10 @@ class PermitStore(Protocol):
     def renew(self, limit: LimitRow, tokens: Sequence[str]) -> list[str]:
         """Renew leases. Returns the tokens that hold no permit any more."""
 
-    def give(self, limit: LimitRow, tokens: Sequence[str]) -> None:
+    def release(self, limit: LimitRow, tokens: Sequence[str]) -> None:
         """Give permits back."""
 
-    def look(self, limit: LimitRow) -> PermitUsage:
+    def usage(self, limit: LimitRow) -> PermitUsage:
         """Who holds a permit, and how fast permits are given."""
 
 

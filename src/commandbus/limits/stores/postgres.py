@@ -28,10 +28,10 @@ class PostgresPermitStore:
         """Renew leases. Returns the tokens that hold no permit any more."""
         return self._connection.run(permits.renew(limit.name, tokens), limit=limit.name)
 
-    def give(self, limit: LimitRow, tokens: Sequence[str]) -> None:
+    def release(self, limit: LimitRow, tokens: Sequence[str]) -> None:
         """Give permits back."""
-        self._connection.run(permits.give(limit.name, tokens), limit=limit.name)
+        self._connection.run(permits.release(limit.name, tokens), limit=limit.name)
 
-    def look(self, limit: LimitRow) -> PermitUsage:
+    def usage(self, limit: LimitRow) -> PermitUsage:
         """Who holds a permit, and how fast permits are given."""
-        return self._connection.run(get_limit(limit.name)).look
+        return self._connection.run(get_limit(limit.name)).usage

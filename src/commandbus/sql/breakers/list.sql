@@ -21,9 +21,9 @@ SELECT 'type', b.domain || '/' || b.command_type, b.state,
         WHERE (x ->> 3)::float8 > extract(epoch FROM pg_catalog.now())::float8 - b.window_seconds) r ON true
  GROUP BY b.domain, b.command_type, c.command_id
 UNION ALL
-SELECT 'limit', l.name, CASE WHEN NOT l.is_open THEN 'CLOSED' WHEN l.probe IS NULL THEN 'OPEN' ELSE 'HALF_OPEN' END,
-       l.open_reason, l.opened_at, l.open_until, CASE WHEN l.is_open THEN l.probe END, 0, l.failures, 0,
+SELECT 'limit', l.name, CASE WHEN NOT l.breaker_open THEN 'CLOSED' WHEN l.probe IS NULL THEN 'OPEN' ELSE 'HALF_OPEN' END,
+       l.open_reason, l.opened_at, l.open_until, CASE WHEN l.breaker_open THEN l.probe END, 0, l.failures, 0,
        (SELECT pg_catalog.count(*) FROM commandbus.parked p WHERE p.limit_name = l.name AND p.woken_at IS NULL),
-       l.is_forced
+       l.breaker_forced
   FROM commandbus.limits l
  ORDER BY 1 DESC, 2

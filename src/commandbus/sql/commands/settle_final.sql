@@ -2,7 +2,7 @@
 -- rows that were NOT settled: `refused` (the fence is gone: another worker settled or claimed it) or `busy` (another
 -- transaction has locked the queue row: try again).
 --
--- If members of batches or processes are among them, commands/settle_groups.sql is inserted in the middle.
+-- If members of batches or processes are among them, commands/settle_batches_and_processes.sql is inserted in the middle.
 --
 -- Fence: the queue row (msg_id) with this read_ct, still held by this worker, and of this command. The command is
 -- compared because after a failover that lost commits, another message may have the same msg_id. Another command may then

@@ -18,8 +18,8 @@ SELECT l.name, l.concurrency,
                                WHERE p.limit_name = l.name AND p.woken_at IS NULL AND p.domain <> '' LIMIT %(most)s) x),
        (SELECT pg_catalog.count(*) FROM (SELECT FROM commandbus.parked p
                                WHERE p.limit_name = l.name AND p.woken_at IS NULL AND p.domain = '' LIMIT %(most)s) x),
-       greatest(0, extract(epoch FROM greatest(l.until, CASE WHEN l.is_open THEN l.open_until END))::float8 - t.at),
-       l.is_open OR l.is_forced,
+       greatest(0, extract(epoch FROM greatest(l.until, CASE WHEN l.breaker_open THEN l.open_until END))::float8 - t.at),
+       l.breaker_open OR l.breaker_forced,
        l.store = 'redis' AND (
            EXISTS (SELECT FROM commandbus.limit_mode m WHERE m.mode = 'degraded')
            OR EXISTS (SELECT FROM commandbus.limit_client c

@@ -1,10 +1,10 @@
 -- Writes the state of a limit after an answer of its API, and frees permits. An answer never changes what a person has
--- decided (is_forced), and a role that only calls has no right to. Locks: the row (the caller has locked it). Index:
+-- decided (breaker_forced), and a role that only calls has no right to. Locks: the row (the caller has locked it). Index:
 -- limits_pkey.
 UPDATE commandbus.limits
    SET holders = holders - %(gone)s::text[], rate_limited = rate_limited + %(counts)s, step = %(step)s,
        until = pg_catalog.to_timestamp(%(until)s::float8), reason = %(reason)s, failures = %(failures)s,
-       is_open = %(is_open)s,
+       breaker_open = %(breaker_open)s,
        opened_at = pg_catalog.to_timestamp(%(opened_at)s::float8),
        open_until = pg_catalog.to_timestamp(%(open_until)s::float8), open_reason = %(open_reason)s,
        probe = %(probe)s,

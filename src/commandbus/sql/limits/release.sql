@@ -6,13 +6,13 @@
 WITH given AS (
     UPDATE commandbus.limits l
        SET holders = l.holders - %(tokens)s::text[],
-           failures = CASE WHEN %(good)s AND l.step = 0 AND NOT l.is_open THEN 0 ELSE l.failures END,
-           blamed = CASE WHEN %(good)s AND l.step = 0 AND NOT l.is_open THEN '{}' ELSE l.blamed END,
+           failures = CASE WHEN %(good)s AND l.step = 0 AND NOT l.breaker_open THEN 0 ELSE l.failures END,
+           blamed = CASE WHEN %(good)s AND l.step = 0 AND NOT l.breaker_open THEN '{}' ELSE l.blamed END,
            good_at = CASE WHEN %(good)s THEN pg_catalog.clock_timestamp() ELSE l.good_at END
      WHERE l.name = %(name)s
        AND (l.holders ?| %(tokens)s::text[]
-            OR (%(good)s AND l.failures > 0 AND l.step = 0 AND NOT l.is_open)
-            OR (%(good)s AND (l.good_at IS NULL OR (l.is_open AND l.good_at < l.opened_at)
+            OR (%(good)s AND l.failures > 0 AND l.step = 0 AND NOT l.breaker_open)
+            OR (%(good)s AND (l.good_at IS NULL OR (l.breaker_open AND l.good_at < l.opened_at)
                               OR l.good_at < pg_catalog.clock_timestamp() - pg_catalog.make_interval(
                                      secs => least(1::float8, l.max_wait / 10::float8)))))
 )

@@ -3,7 +3,7 @@
 -- waited. name NULL: all limits.
 -- Locks: none, or (with `locking`) the row, for a caller that wants to change it. Indexes: limits_pkey, parked_limit.
 SELECT l.name, l.environment, l.store, l.step, pg_catalog.date_part('epoch', l.until), l.reason, l.failures,
-       l.is_open, l.is_forced, pg_catalog.date_part('epoch', l.opened_at),
+       l.breaker_open, l.breaker_forced, pg_catalog.date_part('epoch', l.opened_at),
        pg_catalog.date_part('epoch', l.open_until), l.open_reason, l.probe,
        pg_catalog.date_part('epoch', l.probe_until), l.blamed, l.vain,
        pg_catalog.date_part('epoch', pg_catalog.clock_timestamp()),

@@ -32,9 +32,9 @@ UPDATE commandbus.limits l
                          AS holders
                 FROM pg_catalog.jsonb_each(l.holders)) live
         CROSS JOIN LATERAL (
-              SELECT l.step > 0 OR l.is_open AS probing,
-                     l.is_forced OR COALESCE(l.until > pg_catalog.to_timestamp(t.at), false)
-                         OR (l.is_open AND COALESCE(l.open_until > pg_catalog.to_timestamp(t.at), false))
+              SELECT l.step > 0 OR l.breaker_open AS probing,
+                     l.breaker_forced OR COALESCE(l.until > pg_catalog.to_timestamp(t.at), false)
+                         OR (l.breaker_open AND COALESCE(l.open_until > pg_catalog.to_timestamp(t.at), false))
                          AS closed,
                      l.probe IS NOT NULL AND COALESCE(l.probe_until > pg_catalog.to_timestamp(t.at), false)
                          AS probed) s

@@ -17,7 +17,7 @@ UPDATE commandbus.limits l
        flow_since = CASE WHEN l.flow_at < pg_catalog.date_part('epoch', pg_catalog.clock_timestamp()) - 300::float8
                          THEN pg_catalog.date_part('epoch', pg_catalog.clock_timestamp()) ELSE l.flow_since END,
        granted = l.granted + 1
- WHERE l.name = %(name)s AND l.store = 'postgres' AND l.step = 0 AND NOT l.is_open AND NOT l.is_forced
+ WHERE l.name = %(name)s AND l.store = 'postgres' AND l.step = 0 AND NOT l.breaker_open AND NOT l.breaker_forced
    AND (l.concurrency IS NULL OR (SELECT pg_catalog.count(*)
                                     FROM pg_catalog.jsonb_object_keys(l.holders)) < l.concurrency)
    AND (l.per_second IS NULL

@@ -390,8 +390,8 @@ CREATE INDEX stray_reply_process ON commandbus.stray_reply (process) WHERE proce
 -- flow                 permits given, decaying, as of flow_at, counted since flow_since
 -- step, until, reason  back-off: so many 429s in a row; no call begins before `until`; then one call is the probe
 -- failures, blamed     bad calls in a row, and their callers. A caller is the id of a command, or the token of a block
--- is_open, open_until  breaker: open until then, then one call is the probe. is_forced: a person opened it, and only a person
---                      closes it
+-- breaker_open         the breaker is open until open_until, then one call is the probe
+-- breaker_forced       a person opened the breaker, and only a person closes it
 -- probe, probe_until   the caller whose call is the probe, and when another is chosen if the probe does not report its end
 -- vain                 caller → how many of its probes have failed since the back-off began or the breaker opened
 -- good_at              the last successful call; if the permits are kept in Redis, to the second
@@ -423,8 +423,8 @@ CREATE TABLE commandbus.limits (
     reason            text,
     failures          integer NOT NULL DEFAULT 0,
     blamed            text[] NOT NULL DEFAULT '{}',
-    is_open           boolean NOT NULL DEFAULT false,
-    is_forced         boolean NOT NULL DEFAULT false,
+    breaker_open      boolean NOT NULL DEFAULT false,
+    breaker_forced    boolean NOT NULL DEFAULT false,
     opened_at         timestamptz,
     open_until        timestamptz,
     open_reason       text,
@@ -1394,8 +1394,8 @@ SELECT kind, count(*), CASE WHEN kind = 'delayed' THEN extract(epoch FROM max(vt
  GROUP BY kind
 UNION ALL
 SELECT 'limit', last.members,
-       CASE WHEN NOT l.is_forced
-            THEN greatest(0, extract(epoch FROM greatest(l.until, CASE WHEN l.is_open THEN l.open_until END) - now()))::float8
+       CASE WHEN NOT l.breaker_forced
+            THEN greatest(0, extract(epoch FROM greatest(l.until, CASE WHEN l.breaker_open THEN l.open_until END) - now()))::float8
             END,
        (SELECT count(*) FROM (SELECT FROM commandbus.parked p
                                WHERE p.limit_name = last.limit_name AND p.woken_at IS NULL

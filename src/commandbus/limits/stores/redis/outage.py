@@ -72,7 +72,7 @@ class FleetFollower:
         """The epoch of Redis. In a new epoch, Redis has forgotten what it was told before."""
         return (self._seen.epoch if self._seen else None) or ""
 
-    def is_open_for(self, limit: LimitValues) -> bool:
+    def admits_newcomers(self, limit: LimitValues) -> bool:
         """May newcomers begin as soon as the fleet says so? If programs outside the fleet share the limit, they
         may not: Redis itself lets nobody begin before one lease has passed."""
         return self.mode == REDIS and not limit.shared
@@ -137,11 +137,11 @@ class FleetFollower:
             if self.mode == JOINING:  # the fleet may be waiting only for this program
                 self._settle(reachable=True)
 
-    def give_owed(self, limit: LimitValues, epoch: str) -> bool:
+    def release_owed(self, limit: LimitValues, epoch: str) -> bool:
         """Tell Redis which permits were released."""
         owed = self._held_in_redis.owed[limit.name]
         if owed:
-            self._permits.give(limit, list(owed), epoch=epoch)
+            self._permits.release(limit, list(owed), epoch=epoch)
             owed.clear()
         return True
 
@@ -205,7 +205,7 @@ class FleetFollower:
         was unreachable, also renew the leases at once. Returns whether Redis knows all of it now."""
         try:
             for name, limit in self._held_in_redis.limits.items():
-                self.give_owed(limit, self.epoch)
+                self.release_owed(limit, self.epoch)
                 for token, permit in list(self._held_in_redis.held[name].items()):
                     if (renews or permit.epoch != self.epoch) and permit.ends > boottime():
                         self._tell_of(limit, token, permit)
@@ -231,7 +231,7 @@ class FleetFollower:
             leave=self.leave,
             register=register,
             seconds=seconds,
-            is_open=self.is_open_for(limit),
+            admits_newcomers=self.admits_newcomers(limit),
         ):
             self._held_in_redis.lose(limit, [token])
         else:

@@ -75,7 +75,7 @@ class PermitLedger:
                 held[token] = HeldPermit(began + limit.lease, limit.lease, epoch)
             return counted
 
-    def give(self, limit: LimitValues, tokens: Sequence[str]) -> None:
+    def release(self, limit: LimitValues, tokens: Sequence[str]) -> None:
         """Remove released permits. If Redis knows them, or may know them, it must be told."""
         ends, held = boottime() + limit.lease, self.held[limit.name]
         for token in tokens:

@@ -162,15 +162,15 @@ class RedisScripts:
         *,
         epoch: str,
         leave: int = 0,
-        is_open: bool = False,
+        admits_newcomers: bool = False,
     ) -> list[str]:
         """Take permits for some seconds. Returns the tokens that have one, which are the first of those given.
-        `is_open`: it is known that nobody holds a permit from before this epoch."""
-        began, opens = _moments(epoch, is_open=is_open)
-        terms = (-1 if limit.concurrency is None else limit.concurrency, limit.per_second or 0, limit.burst)
+        `admits_newcomers`: it is known that nobody holds a permit from before this epoch."""
+        began, opens = _moments(epoch, admits_newcomers=admits_newcomers)
+        allowance = (-1 if limit.concurrency is None else limit.concurrency, limit.per_second or 0, limit.burst)
         lease = round(seconds * _MICRO)
-        words = (epoch, leave, began, opens, FLOW_SECONDS, *terms, lease, self._use(limit), *tokens)
-        granted, *outsiders = self._ask("take", limit, epoch, words)
+        values = (epoch, leave, began, opens, FLOW_SECONDS, *allowance, lease, self._use(limit), *tokens)
+        granted, *outsiders = self._ask("take", limit, epoch, values)
         if outsiders:
             self._warn_of_outsiders(limit)
         return list(tokens[:granted])
@@ -184,23 +184,23 @@ class RedisScripts:
         leave: int = 0,
         register: bool = False,
         seconds: float | None = None,
-        is_open: bool = False,
+        admits_newcomers: bool = False,
     ) -> list[str]:
         """Renew leases, for the limit's own time unless told otherwise. Returns the tokens that hold no permit.
-        `register`: add permits that Redis has forgotten. If newcomers may begin (`is_open`), only if there is
+        `register`: add permits that Redis has forgotten. If newcomers may begin (`admits_newcomers`), only if there is
         room."""
-        _, opens = _moments(epoch, is_open=is_open)
+        _, opens = _moments(epoch, admits_newcomers=admits_newcomers)
         lease = round((limit.lease if seconds is None else seconds) * _MICRO)
         concurrency = -1 if limit.concurrency is None else limit.concurrency
         return self._ask("renew", limit, epoch, (epoch, leave, opens, int(register), concurrency, lease, *tokens))
 
-    def give(self, limit: LimitValues, tokens: Sequence[str], *, epoch: str) -> None:
+    def release(self, limit: LimitValues, tokens: Sequence[str], *, epoch: str) -> None:
         """Give permits back."""
-        self._ask("give", limit, epoch, (epoch, *tokens))
+        self._ask("release", limit, epoch, (epoch, *tokens))
 
-    def look(self, limit: LimitValues, *, epoch: str) -> PermitUsage:
+    def usage(self, limit: LimitValues, *, epoch: str) -> PermitUsage:
         """Who holds a permit, and how fast permits are given."""
-        flow, holders, now = self._ask("look", limit, epoch, (epoch, 0, FLOW_SECONDS))
+        flow, holders, now = self._ask("usage", limit, epoch, (epoch, 0, FLOW_SECONDS))
         pairs = zip(holders[::2], holders[1::2], strict=True)
         opens_in = (int(_moments(epoch)[1]) - int(now)) / _MICRO
         return PermitUsage(
@@ -230,7 +230,7 @@ class RedisScripts:
         self._server = None
         self._conn.disconnect()
 
-    def _ask(self, script: str, limit: LimitValues, epoch: str, words: Sequence[object]) -> list[Any]:
+    def _ask(self, script: str, limit: LimitValues, epoch: str, values: Sequence[object]) -> list[Any]:
         """Run one of the scripts that serve a limit."""
         self._connect()
         if not self._is_current(epoch):
@@ -241,8 +241,8 @@ class RedisScripts:
             f"{limit.name}_rate:{limit.environment}",
             f"{limit.name}_use:{limit.environment}",
         )
-        said: list[Any] = self._run(script, keys, words)
-        outcome, *answer = said
+        reply: list[Any] = self._run(script, keys, values)
+        outcome, *answer = reply
         if outcome == "epoch":
             raise EpochError(answer[0] or None)
         if outcome == "stale":
@@ -251,9 +251,9 @@ class RedisScripts:
             raise ExclusiveError(limit)
         return answer
 
-    def _run(self, script: str, keys: Sequence[str], words: Sequence[object]) -> Any:
+    def _run(self, script: str, keys: Sequence[str], values: Sequence[object]) -> Any:
         text, digest = _script(script)
-        rest = (len(keys), *keys, *words)
+        rest = (len(keys), *keys, *values)
         self._connect()
         try:
             try:
@@ -284,8 +284,8 @@ class RedisScripts:
                 policy,
             )
 
-    def _command(self, *words: object) -> Any:
-        self._conn.send_command(*words)
+    def _command(self, *values: object) -> Any:
+        self._conn.send_command(*values)
         return self._conn.read_response()
 
     def _is_current(self, epoch: str) -> bool:
@@ -293,11 +293,11 @@ class RedisScripts:
 
 
 @lru_cache(maxsize=8)
-def _moments(epoch: str, *, is_open: bool = False) -> tuple[str, str]:
-    """When an epoch began and when it opens to newcomers (`is_open`: it has), in microseconds."""
+def _moments(epoch: str, *, admits_newcomers: bool = False) -> tuple[str, str]:
+    """When an epoch began and when it opens to newcomers (`admits_newcomers`: it has), in microseconds."""
     parts = epoch.split(":")
     began, opens = (parts[1], parts[2]) if len(parts) == 4 else ("0", "0")
-    return began, "0" if is_open else opens
+    return began, "0" if admits_newcomers else opens
 
 
 @cache
@@ -305,6 +305,6 @@ def _script(name: str) -> tuple[str, str]:
     """Its text, and the name by which Redis knows it."""
     folder = importlib.resources.files(__package__).joinpath("lua")
     text = folder.joinpath(f"{name}.lua").read_text("utf-8")
-    if name in ("take", "renew", "look"):
+    if name in ("take", "renew", "usage"):
         text = folder.joinpath("head.lua").read_text("utf-8") + text
     return text, hashlib.sha1(text.encode()).hexdigest()  # noqa: S324 - Redis' own choice

@@ -118,15 +118,15 @@ class RedisPermitStore:
         """Close the other thread's connection, on that thread."""
         self._permits_beside.close()
 
-    def give(self, limit: LimitValues, tokens: Sequence[str]) -> None:
+    def release(self, limit: LimitValues, tokens: Sequence[str]) -> None:
         """Release permits. If Redis is unreachable, it is told later."""
         self._held_in_redis.limits[limit.name] = limit
         if not tokens:
             return
-        self._held_in_redis.give(limit, tokens)
+        self._held_in_redis.release(limit, tokens)
         self._connection.safely(lambda: self._give(limit, tokens), None)
 
-    def look(self, limit: LimitValues) -> PermitUsage:
+    def usage(self, limit: LimitValues) -> PermitUsage:
         """Who holds a permit, and how fast permits are given."""
         self._held_in_redis.limits[limit.name] = limit
         return self._connection.safely(lambda: self._look(limit), PermitUsage(mode=self.mode))
@@ -171,8 +171,10 @@ class RedisPermitStore:
         return []
 
     def _take_at_redis(self, limit: LimitValues, tokens: Sequence[str], seconds: float, epoch: str) -> list[str]:
-        is_open = self._fleet.is_open_for(limit)
-        return self._permits.take(limit, tokens, seconds, epoch=epoch, leave=self._fleet.leave, is_open=is_open)
+        admits_newcomers = self._fleet.admits_newcomers(limit)
+        return self._permits.take(
+            limit, tokens, seconds, epoch=epoch, leave=self._fleet.leave, admits_newcomers=admits_newcomers
+        )
 
     def _take_share(self, limit: LimitValues, tokens: Sequence[str], seconds: float) -> list[str]:
         began = boottime()
@@ -207,7 +209,7 @@ class RedisPermitStore:
         lost: list[str] = []
         ask = partial(self._permits.renew, limit, epoch=epoch, leave=self._fleet.leave)
         if forgotten:
-            lost += ask(forgotten, register=True, is_open=self._fleet.is_open_for(limit))
+            lost += ask(forgotten, register=True, admits_newcomers=self._fleet.admits_newcomers(limit))
         return lost + (ask(known) if known else [])
 
     def _renew_share(self, limit: LimitValues, tokens: Sequence[str]) -> list[str] | None:
@@ -224,18 +226,18 @@ class RedisPermitStore:
             self._prepare(limit, 0)
             if not self._fleet.reaches_redis:
                 if self._fleet.is_marked:
-                    self._connection.run(redis_outage.give_share(limit.name, tokens))
+                    self._connection.run(redis_outage.release_share(limit.name, tokens))
                 return
-            if self._fleet.ask(partial(self._fleet.give_owed, limit)):
+            if self._fleet.ask(partial(self._fleet.release_owed, limit)):
                 return
 
     def _look(self, limit: LimitValues) -> PermitUsage:
         self._prepare(limit, 0)
         if self._fleet.reaches_redis:
-            found = self._fleet.ask(lambda epoch: self._permits.look(limit, epoch=epoch))
+            found = self._fleet.ask(lambda epoch: self._permits.usage(limit, epoch=epoch))
             if found is not None:
                 return replace(found, mode=self.mode)
-        return PermitUsage(self._connection.run(redis_outage.look_share(limit.name)), None, self.mode)
+        return PermitUsage(self._connection.run(redis_outage.share_in_use(limit.name)), None, self.mode)
 
     def _prepare(self, limit: LimitValues, more: int) -> None:
         """Before more permits are taken: tell PostgreSQL of at least as many as this program will hold. If this
