@@ -97,10 +97,10 @@ class LimitConnection:
                 raise LockedRowError(limit, self._bar(limit)) from error
             if not is_of_a_row(error):
                 raise
-            first_line = str(error).strip().partition("\n")[0]
+            reason = str(error).strip().partition("\n")[0]
             raise UnusableRowError(
                 f"a row of commandbus.limits or commandbus.parked cannot be used ({type(error).__name__}: "
-                f"{first_line}); correct the value, or delete the row: workers that start declare their limits again"
+                f"{reason}); correct the value, or delete the row: workers that start declare their limits again"
             ) from error
 
     def _bar(self, limit: str) -> float:

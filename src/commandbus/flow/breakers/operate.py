@@ -152,9 +152,9 @@ def _limit(name: str) -> Steps[tuple[bool, bool]]:
 
 def _close_limit(name: str, what: OperatorAction, action: str) -> Steps[int]:
     yield Statement(
-        b"UPDATE commandbus.limits SET breaker_open = false, breaker_forced = false, opened_at = NULL, open_until = NULL, "
-        b"open_reason = NULL, failures = 0, blamed = '{}', vain = '{}', probe = NULL, probe_until = NULL "
-        b"WHERE name = %(name)s",
+        b"UPDATE commandbus.limits SET breaker_open = false, breaker_forced = false, opened_at = NULL, "
+        b"open_until = NULL, open_reason = NULL, failures = 0, blamed = '{}', vain = '{}', probe = NULL, "
+        b"probe_until = NULL WHERE name = %(name)s",
         {"name": name},
     )
     yield note_action(f"breaker {name}", action, what)

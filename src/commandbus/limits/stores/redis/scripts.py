@@ -187,8 +187,8 @@ class RedisScripts:
         admits_newcomers: bool = False,
     ) -> list[str]:
         """Renew leases, for the limit's own time unless told otherwise. Returns the tokens that hold no permit.
-        `register`: add permits that Redis has forgotten. If newcomers may begin (`admits_newcomers`), only if there is
-        room."""
+        `register`: add permits that Redis has forgotten. With
+        `admits_newcomers` it adds them only if there is room."""
         _, opens = _moments(epoch, admits_newcomers=admits_newcomers)
         lease = round((limit.lease if seconds is None else seconds) * _MICRO)
         concurrency = -1 if limit.concurrency is None else limit.concurrency
