@@ -22,6 +22,7 @@ from commandbus import (
     BaseProcessManager,
     Breaker,
     CommandBus,
+    CreatedBatch,
     HandlerRegistry,
     HealthStatus,
     Limit,
@@ -32,6 +33,7 @@ from commandbus import (
     Saga,
     Schedule,
     ScheduleTimes,
+    SentCommand,
     Settings,
     Snooze,
     StepCommand,
@@ -48,6 +50,7 @@ from commandbus.flow.processes import start
 from commandbus.model import unique_key
 from commandbus.model.api_errors import api_failure
 from commandbus.model.durations import ACCEPTED
+from commandbus.model.handle import given_by
 from commandbus.settings import SETTINGS
 from support.public_api import all_parameters
 from support.workers import quick_settings
@@ -99,6 +102,16 @@ def made(label: str, call: Callable[[Any, Any], Any]) -> dict[str, Try]:
     return {f"{bus}.{label}": tried for bus, tried in of_bus(call)}
 
 
+def receipt(given: SentCommand | CreatedBatch) -> Try:
+    """A wait with the receipt, from a bus whose database nobody serves."""
+
+    def wait(value: Any) -> object:
+        with CommandBus(NOBODY) as bus:
+            return given_by(bus, given).wait(value)
+
+    return wait
+
+
 def of_queues(label: str, call: Callable[[Any, Any], Any]) -> dict[str, Try]:
     tries = of_bus(lambda bus, value: call(bus.queues, value))
     return {f"{bus.replace('CommandBus', 'PgmqClient')}.{label}": tried for bus, tried in tries}
@@ -129,6 +142,8 @@ TRIES: dict[str, Try] = {
     **made("wait(wait)", lambda bus, value: bus.wait("orders", "x", wait=value)),
     **made("wait_all(wait)", lambda bus, value: bus.wait_all([("orders", "x")], wait=value)),
     **made("call(wait)", lambda bus, value: bus.call("orders", "x", wait=value)),
+    "SentCommand.wait(wait)": receipt(SentCommand("orders", "x", 1)),
+    "CreatedBatch.wait(wait)": receipt(CreatedBatch("orders", "x", 1, 1)),
     **made("wait_for_batch(wait)", lambda bus, value: bus.wait_for_batch("orders", "b", wait=value)),
     **made("migrate(wait)", lambda bus, value: bus.migrate(wait=value)),
     **made("prune(age)", lambda bus, value: bus.prune(age=value)),

@@ -72,6 +72,7 @@ ANY_IS_LEFT = {
     r"(Async)?(PgmqClient|\w+Repository|AuditLogger)\(source\)": "psycopg's rows",
     r"AsyncWorker\(options\)": "those of Worker, which checks them",
     r"HandlerRegistry\.dispatch(\(context\))?": "any context; the result is the handler's own",
+    r"CreatedBatch\.wait": "a BatchRecord, or what is awaited for it",
     r"Handler[.(]function\)?": "what people wrote: its result is JSON, or awaited first",
 }
 
@@ -81,7 +82,7 @@ def test_any_is_left_only_where_there_is_a_reason() -> None:
     found |= {each.label for each in all_parameters() if re.search(r"\bAny\b", each.annotation)}
     unexplained = {label for label in found if not any(re.fullmatch(known, label) for known in ANY_IS_LEFT)}
     assert not unexplained
-    assert len(found) <= 45, sorted(found)
+    assert len(found) <= 46, sorted(found)
 
 
 NOT_LISTS = {"CommandBus.send_many", "CommandBus.start_processes", "CommandBus.wait_all"}

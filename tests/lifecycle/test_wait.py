@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+import pickle
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any
@@ -23,6 +27,8 @@ from commandbus import (
     CommandStatus,
     HandlerRegistry,
     InvalidCommandError,
+    InvalidOperationError,
+    NewCommand,
     PermanentCommandError,
     Worker,
 )
@@ -130,6 +136,66 @@ def test_the_result_of_what_was_sent_before(
     assert not caller.send("orders", "hold", {"n": 1}, command_id="o-1").created
 
 
+def test_a_receipt_waits_with_the_bus_that_gave_it(caller: Caller, bus: CommandBus, start: Any) -> None:
+    """One, many, one with a key, one that was there before, one of a schedule, and a batch."""
+    sent = [
+        caller.send("orders", "echo", 1, command_id="o-1"),
+        caller.send("orders", "echo", 1, command_id="o-1"),
+        caller.send("orders", "echo", 2, unique="key"),
+        *caller._do(
+            caller.bus.send_many, "orders", [{"command_type": "echo", "data": n} for n in (3, 4)]
+        ).result(),
+    ]
+    bus.schedules.create("orders", "nightly", cron="0 0 1 1 *", command_type="echo", data=5)
+    sent.append(caller._do(caller.bus.schedules.run_now, "orders", "nightly").result())
+    batch = caller._do(caller.bus.create_batch, "orders", [{"command_type": "echo"}] * 3).result()
+    refused = caller.send("orders", "refuse")
+    waiting = [caller._do(each.wait, wait="20s") for each in sent]
+    whole = caller._do(batch.wait)
+    start()
+    assert [each.result(SOON) for each in waiting] == [1, 1, 2, 3, 4, 5]
+    assert whole.result(SOON).completed == 3
+    with pytest.raises(CommandFailedError, match="NO_ORDER"):
+        caller._do(refused.wait).result(SOON)
+    late = caller.send("orders", "echo", delay=600)
+    with pytest.raises(CallTimeoutError):
+        caller._do(late.wait, 0).result(SOON)
+
+
+def test_a_receipt_is_a_value_without_its_bus(bus: CommandBus) -> None:
+    sent, batch = bus.send("orders", "echo", command_id="o-1"), bus.create_batch("orders", [], batch_id="b")
+    again = bus.send_many("orders", [NewCommand("echo", command_id="o-1")])[0]
+    assert again == sent._replace(created=False) == ("orders", "o-1", sent.id, False, False)
+    assert hash(sent) == hash(tuple(sent))
+    assert (
+        repr(sent) == f"SentCommand(domain='orders', command_id='o-1', id={sent.id}, created=True, replaced=False)"
+    )
+    for receipt in (sent, batch):
+        for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
+            copied = pickle.loads(pickle.dumps(receipt, protocol))
+            assert (copied, type(copied), vars(copied)) == (receipt, type(receipt), {})
+        assert copy.deepcopy(receipt) == receipt
+        with pytest.raises(InvalidOperationError, match=r"does not know its bus.*bus\.wait\(sent\)"):
+            copied.wait()
+    assert isinstance(bus.wait_all([pickle.loads(pickle.dumps(sent))], wait=0)[0].id, int)
+
+
+def test_a_bus_that_nobody_keeps_is_freed_with_its_receipts(database: str, bus: CommandBus) -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        other = CommandBus(database)
+        sent = [*other.send_many("orders", [NewCommand("echo")] * 2), other.send("orders", "echo")]
+        freed = weakref.ref(other)
+        other.close()
+        del other
+        assert freed() is not None
+        del sent
+        assert freed() is None
+    finally:
+        gc.enable()
+
+
 def test_a_command_that_is_called_or_has_a_queue_of_its_own(caller: Caller, bus: CommandBus, start: Any) -> None:
     bus.create_queue("answers")
     caller.send("orders", "echo", 1, command_id="replied", reply_to="answers")
@@ -193,9 +259,11 @@ def test_what_does_not_exist_or_is_no_command_is_refused_at_once(
     with pytest.raises(CommandNotFoundError, match="'nobody'"):
         wait_all(caller, [sent, ("orders", "nobody")]).result(SOON)
     with psycopg.connect(database) as conn:
-        bus.send("orders", "echo", command_id="uncommitted", conn=conn)
+        uncommitted = bus.send("orders", "echo", command_id="uncommitted", conn=conn)
         with pytest.raises(CommandNotFoundError, match="not committed"):
             wait(caller, "orders", "uncommitted").result(SOON)
+        with pytest.raises(CommandNotFoundError, match=r"was sent, but .* \(conn=\) is not committed yet"):
+            uncommitted.wait()
     for wrong in (("orders",), (sent, "x"), (7, "x")):
         with pytest.raises(TypeError):
             wait(caller, *wrong).result(SOON)

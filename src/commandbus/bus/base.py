@@ -25,6 +25,7 @@ from commandbus.logger import safe_logger
 from commandbus.model import names, unique_key
 from commandbus.model.command import NewCommand, SentCommand
 from commandbus.model.durations import Duration, parse_seconds
+from commandbus.model.handle import given_by
 from commandbus.settings import Settings, load_settings
 
 if TYPE_CHECKING:
@@ -104,9 +105,12 @@ class BusBase:
         outgoing = send.prepare(new, max_bytes=self.settings.max_payload_bytes, takes_key=True)
         names.check_domain(domain)
         if outgoing.key is not None:
-            keyed = then(send_keyed.send_keyed(domain, [outgoing]), lambda sent: sent[0])
+            keyed = then(send_keyed.send_keyed(domain, [outgoing]), lambda sent: given_by(self, sent[0]))
             return outgoing.command_id, self._unless_refused(domain, keyed, [new.command_type])
-        sending = send.send(domain, outgoing) if rule is None else send_unique.send_unique(domain, outgoing, rule)
+        if rule is None:
+            sending = send.send(domain, outgoing, self)
+        else:
+            sending = then(send_unique.send_unique(domain, outgoing, rule), lambda sent: given_by(self, sent))
         return outgoing.command_id, self._unless_refused(domain, sending, [new.command_type])
 
     def _call(
@@ -140,8 +144,14 @@ class BusBase:
         outgoing = send.prepare_all(commands, max_bytes=limit, takes_key=True)
         while chunk := list(islice(outgoing, size)):
             has_keys = any(item.key is not None for item in chunk)
-            sending = send_keyed.send_keyed(domain, chunk) if has_keys else send.send_chunk(domain, chunk)
+            if has_keys:
+                sending = then(send_keyed.send_keyed(domain, chunk), self._give_all)
+            else:
+                sending = send.send_chunk(domain, chunk, self)
             yield self._unless_refused(domain, sending, (item.command_type for item in chunk))
+
+    def _give_all(self, sent: list[SentCommand]) -> list[SentCommand]:
+        return [given_by(self, receipt) for receipt in sent]
 
     def _guard(self, domain: str) -> Guard | None:
         """Returns a Guard that refuses commands whose breaker is open; None if no command type is configured

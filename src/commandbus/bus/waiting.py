@@ -51,7 +51,9 @@ class Wait:
     """One wait: for which commands, until when, and what was seen of them last."""
 
     def __init__(self, commands: Iterable[SentCommand | Name], wait: Duration) -> None:
-        self.names = [_name_of(command) for command in commands]
+        given = list(commands)
+        self.names = [_name_of(command) for command in given]
+        self._sent = {command[:2] for command in given if isinstance(command, SentCommand)}
         self.seconds = parse_seconds(wait, name="wait", error=InvalidCommandError)
         self.trouble: BaseException | None = None  # why the last look failed
         self._until = monotonic() + self.seconds
@@ -80,7 +82,7 @@ class Wait:
         seen = {(outcome.domain, outcome.command_id): outcome for outcome in found.values()}
         for name in self.names:
             if self._is_open(name) and name not in seen:
-                raise _not_found(name, was_there=name in self._seen)
+                raise _not_found(name, was_there=name in self._seen, was_sent=name in self._sent)
         self._seen |= seen
 
     @contextmanager
@@ -229,11 +231,14 @@ def _result(wait: Wait, outcomes: list[CommandOutcome]) -> Json:
     return calls.conclude(outcome)
 
 
-def _not_found(name: Name, *, was_there: bool) -> CommandNotFoundError:
+def _not_found(name: Name, *, was_there: bool, was_sent: bool) -> CommandNotFoundError:
     domain, command_id = name
-    why = (
-        "is gone: it was removed (by the retention, perhaps) before its outcome could be read"
-        if was_there
-        else "does not exist, or the transaction that sends it is not committed yet"
-    )
+    why = "does not exist, or the transaction that sends it is not committed yet"
+    if was_there:
+        why = "is gone: it was removed (by the retention, perhaps) before its outcome could be read"
+    elif was_sent:
+        why = (
+            "was sent, but is not in the database: the transaction that sent it (conn=) is not committed yet, or "
+            "was rolled back, or the command was removed meanwhile; wait after the commit"
+        )
     return CommandNotFoundError(f"command {command_id!r} of domain {domain!r} {why}")

@@ -22,6 +22,8 @@ from uuid import UUID
 from commandbus.errors import InvalidCommandError
 from commandbus.model import names, payload
 from commandbus.model.command import CancelRequest
+from commandbus.model.durations import Duration
+from commandbus.model.handle import Handle
 from commandbus.model.json_values import Json, JsonValue
 
 ADDRESSES = "__commandbus_addresses__"  # attribute of a registered handler: the (domain, command_type)s it is for
@@ -69,14 +71,21 @@ WhenComplete: TypeAlias = "OnComplete | Mapping[str, object] | Callable[..., obj
 """`on_complete=` takes an OnComplete, a dict with its fields, `{"reply_to": queue}`, or a registered handler."""
 
 
-class CreatedBatch(NamedTuple):
-    """The receipt of `create_batch`. `created` is False if the same batch had been created before."""
-
+class _Receipt(NamedTuple):
     domain: str
     batch_id: str
     id: int
     total: int
     created: bool = True
+
+
+class CreatedBatch(Handle, _Receipt):
+    """The receipt of `create_batch`. `created` is False if the same batch had been created before."""
+
+    def wait(self, wait: Duration | None = None) -> Any:
+        """Wait until this batch is finished, and return its BatchRecord, as `bus.wait_for_batch` does. Await it if
+        an AsyncCommandBus has created the batch."""
+        return self._waiting_bus().wait_for_batch(self.domain, self.batch_id, wait=wait)
 
 
 @dataclass(frozen=True, slots=True)

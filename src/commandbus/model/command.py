@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 from commandbus.clock import epoch
 from commandbus.model.durations import Duration, roughly
+from commandbus.model.handle import Handle
 from commandbus.model.json_values import Json, JsonValue
 from commandbus.model.payload import loads_or_none
 from commandbus.model.retry import OnExhausted
@@ -155,15 +156,22 @@ class NewCommand:
     key: str | None = None
 
 
-class SentCommand(NamedTuple):
-    """The receipt of a send. `created` is False if the same command had been sent before, or if another one has
-    the key (`unique`): then the receipt is of that one, and `replaced` says whether it has the new content."""
-
+class _Receipt(NamedTuple):
     domain: str
     command_id: str
     id: int
     created: bool = True
     replaced: bool = False
+
+
+class SentCommand(Handle, _Receipt):
+    """The receipt of a send. `created` is False if the same command had been sent before, or if another one has
+    the key (`unique`): then the receipt is of that one, and `replaced` says whether it has the new content."""
+
+    def wait(self, wait: Duration = 30.0) -> Json:
+        """Wait for the outcome of this command, and return its result, as `bus.wait(sent)` does. Await it if an
+        AsyncCommandBus has sent the command."""
+        return self._waiting_bus().wait(self, wait=wait)
 
 
 @dataclass(frozen=True, slots=True)

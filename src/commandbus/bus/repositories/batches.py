@@ -18,6 +18,7 @@ from commandbus.lazy import lazy
 from commandbus.model import names
 from commandbus.model.command import CommandRecord, CommandStatus, NewCommand
 from commandbus.model.durations import Duration, format_seconds, parse_seconds
+from commandbus.model.handle import given_by
 from commandbus.model.json_values import JsonValue
 from commandbus.model.page import Page
 from commandbus.model.retry import OnExhausted
@@ -99,7 +100,7 @@ class BatchRepository(Repository):
             self._bus, domain, commands, batch_id=batch_id, name=name, custom_data=custom_data,
             on_complete=on_complete, is_open=is_open, complete_when=complete_when, on_exhausted=on_exhausted,
         )  # fmt: skip
-        return self._bus.run(operation, conn)
+        return self._bus.run(then(operation, lambda made: given_by(self._bus, made)), conn)
 
     def add(self, domain: str, batch_id: str, commands: Commands, *, conn: object = None) -> int:
         """Send commands as members of an open batch, all or none. Returns how many."""

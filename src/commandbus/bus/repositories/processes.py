@@ -11,6 +11,7 @@ from commandbus.bus.repositories.base import AsyncRepository, Repository
 from commandbus.bus.repositories.new_processes import Items, Manager
 from commandbus.flow.operation import then
 from commandbus.lazy import lazy
+from commandbus.model.handle import given_by
 from commandbus.model.json_values import JsonValue
 from commandbus.model.page import Page
 
@@ -71,7 +72,7 @@ class ProcessRepository(Repository):
             self._bus.settings.max_payload_bytes, manager, processes, domain, batch_id=batch_id, name=name,
             custom_data=custom_data, on_complete=on_complete, is_open=is_open,
         )  # fmt: skip
-        return self._bus.run(operation, conn)
+        return self._bus.run(then(operation, lambda made: given_by(self._bus, made)), conn)
 
     def add_to_batch(
         self, manager: Manager, batch_id: str, processes: Items, *, domain: str | None = None, conn: object = None

@@ -9,11 +9,13 @@ from commandbus.bus.base import whoami
 from commandbus.bus.one_body import awaited
 from commandbus.bus.repositories.base import AsyncRepository, Repository
 from commandbus.flow.commands.operate import OperatorAction, operator_action
+from commandbus.flow.operation import then
 from commandbus.flow.schedules import operate
 from commandbus.flow.schedules.operate import ScheduleRecord
 from commandbus.model import names
 from commandbus.model.command import SentCommand
 from commandbus.model.durations import Duration
+from commandbus.model.handle import given_by
 from commandbus.model.json_values import JsonValue
 from commandbus.model.page import Page
 from commandbus.model.retry import OnExhausted
@@ -107,7 +109,8 @@ class ScheduleRepository(Repository):
     ) -> SentCommand:
         """Send its command now, even if it is paused or the last command is unfinished. Its firings stay as they
         are."""
-        return self._bus.run(operate.run_now(*_named(domain, name), _action(operator, reason)), conn)
+        sending = operate.run_now(*_named(domain, name), _action(operator, reason))
+        return self._bus.run(then(sending, lambda sent: given_by(self._bus, sent)), conn)
 
     def get(self, domain: str, name: str, *, conn: object = None) -> ScheduleRecord | None:
         """A schedule and its state; None if there is none of this name."""

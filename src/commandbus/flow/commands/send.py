@@ -27,6 +27,7 @@ from commandbus.flow.operation import Statement, Steps, no_schema, operation
 from commandbus.model import envelope, names, payload, unique_key
 from commandbus.model.command import NewCommand, SentCommand, new_command_id
 from commandbus.model.durations import Duration, parse_seconds
+from commandbus.model.handle import given_by
 from commandbus.model.key_limit import check_key
 
 _FIELDS = frozenset(field.name for field in fields(NewCommand))
@@ -113,8 +114,9 @@ def prepare_all(
 
 
 @operation(atomic=False)
-def send(domain: str, outgoing: Outgoing) -> Steps[SentCommand]:
-    """Send one command. Returns the existing one if it was sent before with the same content."""
+def send(domain: str, outgoing: Outgoing, bus: object = None) -> Steps[SentCommand]:
+    """Send one command. Returns the existing one if it was sent before with the same content. `bus`: whose receipt
+    it is."""
     try:
         rows = yield _statement(domain, outgoing)
     except (pg.UndefinedTable, pg.InvalidSchemaName) as error:
@@ -124,14 +126,14 @@ def send(domain: str, outgoing: Outgoing) -> Steps[SentCommand]:
             "the data is nested too deeply for the server to read (max_stack_depth)"
         ) from None
     if rows:
-        return SentCommand(domain, outgoing.command_id, rows[0][0])
+        return given_by(bus, SentCommand(domain, outgoing.command_id, rows[0][0]))
     existing = yield from find_existing(domain, [outgoing])
-    return existing[outgoing.command_id]
+    return given_by(bus, existing[outgoing.command_id])
 
 
 @operation(atomic=True)
-def send_chunk(domain: str, outgoing: Sequence[Outgoing]) -> Steps[list[SentCommand]]:
-    """Send many commands, all or none."""
+def send_chunk(domain: str, outgoing: Sequence[Outgoing], bus: object = None) -> Steps[list[SentCommand]]:
+    """Send many commands, all or none. `bus`: whose receipts they are."""
     parts = CALLERS_IDS if any(item.has_own_id for item in outgoing) else OUR_IDS
     unique = once_each(domain, outgoing)
     try:
@@ -143,11 +145,18 @@ def send_chunk(domain: str, outgoing: Sequence[Outgoing]) -> Steps[list[SentComm
             "the data is nested too deeply for the server to read (max_stack_depth)"
         ) from None
     ids = [row[0] for row in rows] if parts is CALLERS_IDS else list(unique)
-    sent = {command_id: SentCommand(domain, command_id, row[1]) for command_id, row in zip(ids, rows, strict=True)}
+    sent = {command_id: _receipt(domain, command_id, row[1]) for command_id, row in zip(ids, rows, strict=True)}
     if len(sent) < len(unique):
         missing = [item for item in unique.values() if item.command_id not in sent]
         sent |= yield from find_existing(domain, missing)
+    for receipt in sent.values():
+        receipt._bus = bus
     return [sent[item.command_id] for item in outgoing]
+
+
+def _receipt(domain: str, command_id: str, id_: int) -> SentCommand:
+    """The receipt of a new command: in half the time that its constructor takes."""
+    return tuple.__new__(SentCommand, (domain, command_id, id_, True, False))
 
 
 def to_new_command(item: NewCommand | Mapping[str, object]) -> NewCommand:
