@@ -465,6 +465,12 @@ from commandbus.worker.execution.context import (
 from commandbus.worker.execution.context import (
     HandlerTransaction as HandlerTransaction,
 )
+from commandbus.worker.execution.handler_options import (
+    AllHandlerOptions as AllHandlerOptions,
+)
+from commandbus.worker.execution.handler_options import (
+    HandlerOptions as HandlerOptions,
+)
 from commandbus.worker.execution.handlers import (
     Handler as Handler,
 )
@@ -474,8 +480,11 @@ from commandbus.worker.execution.handlers import (
 from commandbus.worker.execution.handlers import (
     handler as handler,
 )
-from commandbus.worker.execution.schedule_declarations import (
-    HandlerOptions as HandlerOptions,
+from commandbus.worker.execution.lazy_transaction import (
+    AsyncTransaction as AsyncTransaction,
+)
+from commandbus.worker.execution.lazy_transaction import (
+    Transaction as Transaction,
 )
 from commandbus.worker.health import (
     HealthState as HealthState,

@@ -351,10 +351,6 @@ class BreakerOpenError(CommandBusError):
         self.reason = reason
 
 
-class TransactionUsedError(CommandBusError):
-    """`ctx.transaction()` completes the command, so an attempt has only one."""
-
-
 class ConnectionInUseError(CommandBusError):
     """An attempt has one connection at a time, because there are only as many connections as slots.
 
@@ -428,6 +424,15 @@ class PermanentCommandError(CommandFailure):
     """A retry would not help: a person must look (troubleshooting queue)."""
 
     default_code = "PERMANENT"
+
+
+class TransactionUsedError(PermanentCommandError, CommandBusError):
+    """The transaction that completes a command was used wrongly: an attempt has only one, and one result.
+
+    If nothing is committed yet, the command goes to the troubleshooting queue.
+    """
+
+    default_code = "TRANSACTION_USED"
 
 
 class TransactionEndedError(PermanentCommandError):

@@ -73,6 +73,7 @@ def test_every_block_of_the_guide_is_run_by_a_test_here() -> None:
         "RedisSemaphore(",
         "SyncWorker(",
         "bus.audit.log",
+        "transaction=True",
         "pgmq.send",
         "handlers.schedule(",
         "bus.schedules.create(",
@@ -111,6 +112,24 @@ def test_schedules_fire_as_declared_and_change_at_run_time(
     assert "PENDING" in said
     assert "report-eu" in said
     assert bus.schedules.get("orders", "report-eu") is None
+
+
+def test_writes_commit_with_the_completion(bus: CommandBus, database: str) -> None:
+    bus.create_domain("mail")
+    names: dict[str, Any] = {"bus": bus}
+    exec(block("python", "transaction=True"), names)
+    with bus.connect() as conn:
+        conn.execute("CREATE TABLE orders (order_no integer, shipped_at timestamptz)")
+        conn.execute("INSERT INTO orders VALUES (17)")
+    sent = bus.send("orders", "ship", {"order_no": 17})
+    bus.send("orders", "ship", {"no order_no": 17}, command_id="bad", max_attempts=1)
+    Worker(names["handlers"], database_url=database).run(until_idle=True)
+    found = bus.get_command("orders", sent.command_id)
+    assert found is not None
+    assert found.result == {"shipped": True}
+    assert [record.data for record in bus.query_commands(domain="mail")] == [{"order_no": 17}]
+    with bus.connect() as conn:
+        assert conn.execute("SELECT count(shipped_at) FROM orders").fetchone() == (1,)
 
 
 def test_the_configuration_file_loads_and_each_line_of_it_counts(tmp_path: Path) -> None:

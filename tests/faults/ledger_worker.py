@@ -1,8 +1,8 @@
 """A worker process for the tests to kill: `python ledger_worker.py '{"database_url": …}'`.
 
-Its handlers write every run into a table: `exact` in the transaction that completes the command, `plain` on a
-connection of its own. `note` writes its start into the file that its data names. `killer` takes its process with
-it.
+Its handlers write every run into a table: `exact` and `option` (transaction=True) in the transaction that
+completes the command, `plain` on a connection of its own. `note` writes its start into the file that its data
+names. `killer` takes its process with it.
 """
 
 from __future__ import annotations
@@ -34,6 +34,20 @@ async def exact_async(command: Any, ctx: Any) -> None:
     async with ctx.transaction() as tx:
         await tx.execute(INSERT, ("exact", command.command_id, ctx.attempt_number))
         await asyncio.sleep(WORK_SECONDS)
+
+
+@handlers.handler("orders", "option", transaction=True)
+def option(command: Any, ctx: Any, tx: Any) -> int:
+    tx.execute(INSERT, ("exact", command.command_id, ctx.attempt_number))
+    time.sleep(WORK_SECONDS)
+    return int(ctx.attempt_number)
+
+
+@handlers.handler("orders", "option_async", transaction=True)
+async def option_async(command: Any, ctx: Any, tx: Any) -> int:
+    await tx.execute(INSERT, ("exact", command.command_id, ctx.attempt_number))
+    await asyncio.sleep(WORK_SECONDS)
+    return int(ctx.attempt_number)
 
 
 @handlers.handler("orders", "plain")

@@ -21,8 +21,8 @@ StartProcess = Callable[..., subprocess.Popen[bytes]]
 def test_kill_9_under_load_loses_nothing_and_repeats_no_transaction(
     bus: CommandBus, db: Db, start_process: StartProcess
 ) -> None:
-    kinds = ["exact", "plain", "exact_async"]
-    bus.send_many("orders", [NewCommand(kinds[n % 3], command_id=f"c{n}") for n in range(1200)])
+    kinds = ["exact", "plain", "exact_async", "option", "plain", "option_async"]
+    bus.send_many("orders", [NewCommand(kinds[n % 6], command_id=f"c{n}") for n in range(1200)])
     alive = [start_process(), start_process()]
     for kill in range(examples(3, thorough=5)):
         until(lambda reached=(kill + 1) * 120: statuses(db).get("COMPLETED", 0) >= reached, 30)
@@ -45,6 +45,12 @@ def test_kill_9_under_load_loses_nothing_and_repeats_no_transaction(
         )
         == 800
     )
+    # A handler's return value is in the same commit.
+    returned = (
+        "SELECT count(*) FROM commandbus.command WHERE command_type LIKE 'option%%' "
+        "AND result::text OPERATOR(pg_catalog.=) attempt::text"
+    )
+    assert one(db, returned) == 400
     lost = one(db, "SELECT count(*) FROM commandbus.attempt WHERE verdict = 'LOST'")
     assert lost > 0
     # Every attempt is accounted for: numbers have no gaps.

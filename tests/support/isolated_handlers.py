@@ -223,6 +223,23 @@ async def transact_async(command: Any, ctx: Any) -> None:
         tx.complete({"by": "tx"})
 
 
+@process("option", transaction=True)
+def option(command: Any, ctx: Any, tx: Any) -> Any:
+    tx.execute("INSERT INTO effects VALUES (%s)", (command.command_id,))
+    return {"by": "tx"}
+
+
+@process("option_async", transaction=True)
+async def option_async(command: Any, ctx: Any, tx: Any) -> Any:
+    await tx.execute("INSERT INTO effects VALUES (%s)", (command.command_id,))
+    return {"by": "tx"}
+
+
+@process("option_unused", transaction=True)
+def option_unused(command: Any, ctx: Any, tx: Any) -> Any:
+    return command.data
+
+
 @process("transact_and_raise")
 def transact_and_raise(command: Any, ctx: Any) -> None:
     transact(command, ctx)

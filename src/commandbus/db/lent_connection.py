@@ -15,13 +15,14 @@ from commandbus.db.drivers import AnyAsyncConnection, AnyConnection
 
 _HOW = (
     "pass a psycopg connection, a SQLAlchemy 2 session or connection (driver `postgresql+psycopg`), "
-    "Django's `connection` (engine postgresql, psycopg 3), or the `tx` of ctx.transaction()"
+    "Django's `connection` (engine postgresql, psycopg 3), or the `tx` of ctx.transaction() or of a "
+    "handler with transaction=True"
 )
 
 
 def borrow(conn: object) -> AnyConnection:
     """The psycopg connection in `conn`."""
-    if _is_async_session(conn) or hasattr(conn, "sync_connection"):
+    if _is_async_session(conn) or _is_lazy(conn) or hasattr(conn, "sync_connection"):
         raise TypeError(f"conn is {_kind(conn)}, which is async: use AsyncCommandBus with it")
     found = _unwrap(conn)
     if isinstance(found, Connection):
@@ -35,6 +36,8 @@ async def borrow_async(conn: Any) -> AnyAsyncConnection:
     """The psycopg async connection in `conn`."""
     if _is_async_session(conn):  # it may have none yet
         conn = await conn.connection()
+    elif _is_lazy(conn):
+        conn = await conn.open()
     found = _unwrap(conn)
     if isinstance(found, AsyncConnection):
         return found
@@ -46,6 +49,11 @@ async def borrow_async(conn: Any) -> AnyAsyncConnection:
 def _is_async_session(conn: Any) -> bool:
     """Is it a SQLAlchemy AsyncSession, or an async_scoped_session?"""
     return hasattr(conn, "get_bind") and inspect.iscoroutinefunction(getattr(conn, "connection", None))
+
+
+def _is_lazy(conn: Any) -> bool:
+    """Is it the tx of an async handler with transaction=True, which takes its connection on first use?"""
+    return inspect.iscoroutinefunction(getattr(conn, "open", None)) and hasattr(conn, "savepoint")
 
 
 def _unwrap(conn: Any) -> Any:

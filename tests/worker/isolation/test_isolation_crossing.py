@@ -203,7 +203,7 @@ def test_its_connection_is_known_to_the_worker_and_closed_after_the_attempt(
     until(lambda: one(db, "SELECT count(*) FROM pg_stat_activity WHERE pid = %s", pid) == 0)
 
 
-@pytest.mark.parametrize("command_type", ["transact", "transact_async"])
+@pytest.mark.parametrize("command_type", ["transact", "transact_async", "option", "option_async"])
 def test_a_transaction_commits_with_the_completion(
     lab: Lab, db: psycopg.Connection[Any], command_type: str
 ) -> None:
@@ -214,6 +214,10 @@ def test_a_transaction_commits_with_the_completion(
     assert record is not None
     assert (record.status, record.result) == ("COMPLETED", {"by": "tx"})
     assert effects(db) == [attempt.command_id]
+
+
+def test_a_transaction_that_is_not_used_leaves_the_completion_to_the_worker(lab: Lab) -> None:
+    assert lab.result("option_unused", {"n": 1}) == {"n": 1}
 
 
 def test_a_transaction_of_a_lost_command_writes_nothing(lab: Lab, db: psycopg.Connection[Any]) -> None:

@@ -111,6 +111,7 @@ class Extras:
         "event",
         "has_connection",
         "holds_row",
+        "is_completing",
         "is_delivered",
         "is_fenced",
         "is_reminded",
@@ -130,6 +131,7 @@ class Extras:
         self.is_fenced = False  # given up: it gets no connection any more
         self.is_reminded = False  # has its query been canceled for the second time?
         self.has_connection = False
+        self.is_completing = False  # is it in the transaction that completes its command?
         self.holds_row = False  # must its queue row stay unchanged, because of its transaction's snapshot?
         self.late_text: str | None = None  # what its deadline is called, while that of one call is nearer
 

@@ -24,6 +24,7 @@ from typing import Any, Generic, NoReturn, Self, TypeVar
 
 import psycopg
 from psycopg import AsyncConnection, Connection, IsolationLevel
+from psycopg.pq import TransactionStatus
 
 from commandbus import sql
 from commandbus.clock import monotonic
@@ -279,9 +280,36 @@ class _Context:
     # --- the database ------------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
+        """An attempt has one transaction that completes its command."""
+        command_id = self._attempt.command_id
         if self._attempt.has_committed:
             raise TransactionUsedError(
-                f"command {self._attempt.command_id!r} was completed by an earlier ctx.transaction()"
+                f"command {command_id!r} was completed by an earlier ctx.transaction() of this attempt, and a "
+                f"second one would complete it again: write everything in one block, or use ctx.connection() for "
+                f"what may happen twice"
+            )
+        if self._attempt.extras.is_completing:
+            raise TransactionUsedError(
+                f"ctx.transaction() of command {command_id!r} is inside another one: use the tx of the outer "
+                f"block; for a part that may fail alone, `with tx.connection.transaction():` is a savepoint"
+            )
+
+    def _refuse_beside_tx(self) -> None:
+        handler = self._attempt.handler
+        if handler is not None and handler.options.transaction:
+            raise TransactionUsedError(
+                f"handler {handler.name} has transaction=True, so it has its transaction already: use the "
+                f"parameter tx instead of ctx.transaction()"
+            )
+
+    def _refuse_aborted(self, conn: Connection[Any] | AsyncConnection[Any]) -> None:
+        """The handler has caught the error of a statement, and returned as if nothing had happened."""
+        if conn.pgconn.transaction_status == TransactionStatus.INERROR:
+            raise TransientCommandError(
+                f"the handler of command {self._attempt.command_id!r} caught a database error and went on, but "
+                f"PostgreSQL had aborted the transaction: nothing of it was committed. Let the error out, or put "
+                f"the statement that may fail into a savepoint, `with tx.connection.transaction():`",
+                code="TRANSACTION_ABORTED",
             )
 
     def _ask_to_extend(self, duration: Duration) -> tuple[float, Future[bool]]:
@@ -426,10 +454,9 @@ class HandlerContext(_Context):
         finally:
             self._attempt.extras.has_connection = False
 
-    @contextmanager
     def transaction(
         self, *, isolation: IsolationLevel | str | None = None
-    ) -> Iterator[HandlerTransaction[Connection[Any]]]:
+    ) -> AbstractContextManager[HandlerTransaction[Connection[Any]]]:
         """A transaction whose commit also completes the command. An attempt has one.
 
         The block commits and rolls back. A handler that does either itself gets TransactionEndedError, and its
@@ -438,14 +465,25 @@ class HandlerContext(_Context):
         `isolation`: "read committed", "repeatable read" or "serializable"; without it, the database's default. The
         latter two need a deadline: the lease is held until then, and progress is stored when the block has ended.
         """
+        self._refuse_beside_tx()
+        self._begin()
+        return self._completing(isolation=isolation)
+
+    @contextmanager
+    def _completing(
+        self, *, isolation: IsolationLevel | str | None = None
+    ) -> Iterator[HandlerTransaction[Connection[Any]]]:
+        """The block of `transaction()`, and of the tx of a handler with transaction=True."""
         self._begin()
         level, one = _level_of(isolation), OneTransaction(self._attempt.command_id)
         finishing = False
         try:
             with self._connection(isolation=level, before_snapshot=self._hold, one=one) as conn:
                 tx = HandlerTransaction(conn, self._services.max_payload_bytes)
+                self._attempt.extras.is_completing = True
                 with one.judged(conn):
                     yield tx
+                self._refuse_aborted(conn)
                 finishing = True
                 self._check(run(conn, self._settlement(tx._result)))
             self._attempt.has_committed = True
@@ -460,6 +498,7 @@ class HandlerContext(_Context):
             with self.connection() as other:
                 self._uncertain(run(other, _has_committed(self._attempt, self._services.worker)), error)
         finally:
+            self._attempt.extras.is_completing = False
             self._release_row()
 
     def _hold(self, level: IsolationLevel) -> None:
@@ -548,10 +587,9 @@ class AsyncHandlerContext(_Context):
         finally:
             self._attempt.extras.has_connection = False
 
-    @asynccontextmanager
-    async def transaction(
+    def transaction(
         self, *, isolation: IsolationLevel | str | None = None
-    ) -> AsyncIterator[HandlerTransaction[AsyncConnection[Any]]]:
+    ) -> AbstractAsyncContextManager[HandlerTransaction[AsyncConnection[Any]]]:
         """A transaction whose commit also completes the command. An attempt has one.
 
         The block commits and rolls back. A handler that does either itself gets TransactionEndedError, and its
@@ -560,14 +598,25 @@ class AsyncHandlerContext(_Context):
         `isolation`: "read committed", "repeatable read" or "serializable"; without it, the database's default. The
         latter two need a deadline: the lease is held until then, and progress is stored when the block has ended.
         """
+        self._refuse_beside_tx()
+        self._begin()
+        return self._completing(isolation=isolation)
+
+    @asynccontextmanager
+    async def _completing(
+        self, *, isolation: IsolationLevel | str | None = None
+    ) -> AsyncIterator[HandlerTransaction[AsyncConnection[Any]]]:
+        """The block of `transaction()`, and of the tx of a handler with transaction=True."""
         self._begin()
         level, one = _level_of(isolation), OneTransaction(self._attempt.command_id)
         finishing = False
         try:
             async with self._connection(isolation=level, before_snapshot=self._hold, one=one) as conn:
                 tx = HandlerTransaction(conn, self._services.max_payload_bytes)
+                self._attempt.extras.is_completing = True
                 with one.judged(conn):
                     yield tx
+                self._refuse_aborted(conn)
                 finishing = True
                 self._check(await run_async(conn, self._settlement(tx._result)))
             self._attempt.has_committed = True
@@ -583,6 +632,7 @@ class AsyncHandlerContext(_Context):
                 found = await run_async(other, _has_committed(self._attempt, self._services.worker))
                 self._uncertain(found, error)
         finally:
+            self._attempt.extras.is_completing = False
             self._release_row()
 
     async def _hold(self, level: IsolationLevel) -> None:

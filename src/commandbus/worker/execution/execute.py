@@ -31,6 +31,7 @@ from commandbus.errors import (
     DeadlineExceededError,
     LimitLostError,
     PermanentCommandError,
+    TransactionUsedError,
     UnknownCommandTypeError,
 )
 from commandbus.flow.commands.claimed_row import TIMEOUT
@@ -54,6 +55,7 @@ from commandbus.model.outcome import (
 from commandbus.model.retry import NO_RULING, RetryPolicy, Ruling, may_snooze, rule_on
 from commandbus.model.snooze import Snooze
 from commandbus.model.timeouts import Timeouts
+from commandbus.worker.execution.adapters import OURS
 from commandbus.worker.execution.attempt import NEVER, Attempt, Stop, Why
 from commandbus.worker.execution.context import (
     AsyncHandlerContext,
@@ -214,9 +216,10 @@ class Executor:
         if attempt.has_committed:
             text = (
                 "the handler returned a value after its transaction had completed the command: the value was not "
-                "stored; give the result with tx.complete(result)"
+                "stored. Give the result with tx.complete(result) and return nothing, or register the handler "
+                "with transaction=True and return it"
             )
-            _log(logging.WARNING, attempt, text)
+            _log(logging.ERROR, attempt, text)
             return Note(attempt, Failure("ReturnedTooLate", "RETURNED_TOO_LATE", text))
         return attempt.complete(dump_result(result, self._services.max_payload_bytes))
 
@@ -229,9 +232,7 @@ class Executor:
         if trace is None and not isinstance(error, UnknownCommandTypeError):
             trace, raised = _traceback_of(error), error
         if attempt.has_committed:
-            text = f"raised {type(error).__name__} after its transaction had completed the command: only noted"
-            _log(logging.WARNING, attempt, text)
-            return Note(attempt, describe(error, trace))
+            return self._note(attempt, error, trace, raised)
         if isinstance(error, AttemptFencedError):
             attempt.is_lost = True
         stop = attempt.stop
@@ -263,6 +264,18 @@ class Executor:
         return self._conclude(
             attempt, failure, raised, is_timeout=is_timeout, is_calls=api is not None, ruling=ruling
         )
+
+    def _note(
+        self, attempt: Attempt, error: BaseException, trace: str | None, raised: BaseException | None
+    ) -> Note:
+        """It raised after its transaction had completed the command. A second transaction is the author's
+        mistake."""
+        if isinstance(error, TransactionUsedError):
+            _log(logging.ERROR, attempt, f"was completed, and then its handler failed: {error}", raised=raised)
+        else:
+            text = f"raised {type(error).__name__} after its transaction had completed the command: only noted"
+            _log(logging.WARNING, attempt, text)
+        return Note(attempt, describe(error, trace))
 
     def _snooze(self, attempt: Attempt, snooze: Snooze, failure: Failure) -> Settlement:
         """Its handler wants to be called again later, if the policy still allows that."""
@@ -465,7 +478,10 @@ def _log(
 
 def _own_frames(error: BaseException) -> TracebackType | None:
     """The frames from the handler's own on; ours do not help."""
-    return error.__traceback__.tb_next if error.__traceback__ is not None else None
+    frames = error.__traceback__.tb_next if error.__traceback__ is not None else None
+    while frames is not None and frames.tb_next is not None and frames.tb_frame.f_code.co_filename in OURS:
+        frames = frames.tb_next
+    return frames
 
 
 def _traceback_of(error: BaseException) -> str:

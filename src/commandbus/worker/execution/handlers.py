@@ -16,73 +16,26 @@ import functools
 import inspect
 from collections.abc import Awaitable, Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, replace
-from types import MethodType
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar, Unpack
 
 from commandbus.errors import ConfigurationError, DuplicateHandlerError, UnknownCommandTypeError
 from commandbus.model.batch import ADDRESSES
 from commandbus.model.command import Command
-from commandbus.model.durations import Duration, parse_seconds
-from commandbus.model.limit import Limit, check_limit_name
+from commandbus.model.limit import Limit
 from commandbus.model.names import check_domain, check_type
-from commandbus.model.retry import OnExhausted, RetryPolicy, check_on_exhausted
+from commandbus.model.retry import RetryPolicy
 from commandbus.processes.manager import BaseProcessManager, check_manager
+from commandbus.worker.execution.handler_options import (
+    AllHandlerOptions,
+    Options,
+    check_options,
+    declared_limits,
+)
+from commandbus.worker.execution.handler_signature import call_form, own_signature
 from commandbus.worker.execution.schedule_declarations import ScheduleDeclarations
 
 F = TypeVar("F", bound=Callable[..., object])
-OnTimeout = Literal["retry", "fail"]
-Isolation = Literal["thread", "process"]
 _MARK = "__commandbus_handlers__"
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """The checked options of a handler.
-
-    `timeout`: how long one attempt may take, in seconds; 0: no deadline; None: the worker's task_timeout.
-    `on_timeout`: "retry" after a timeout, or "fail": the command is FAILED for good. `on_exhausted`: what happens
-    when the attempts are used up, "troubleshoot" or "fail"; None: as the retry policy says. `isolation`:
-    "process" runs it in a child process, which can be killed without harm to its neighbors. `limits`: it needs a
-    permit of each of these; until it has them, its commands are parked. `fresh_thread`: each attempt runs in a new
-    thread, which ends with it.
-    """
-
-    retry_policy: RetryPolicy | None = None
-    timeout: float | None = None
-    on_timeout: OnTimeout = "retry"
-    isolation: Isolation = "thread"
-    limits: tuple[str, ...] = ()
-    fresh_thread: bool = False
-    on_exhausted: OnExhausted | None = None
-
-
-def _check_options(
-    retry_policy: object,
-    timeout: Duration | None,
-    on_timeout: object,
-    isolation: object,
-    limits: object = (),
-    fresh_thread: object = False,
-    on_exhausted: object = None,
-) -> Options:
-    if retry_policy is not None and not isinstance(retry_policy, RetryPolicy):
-        raise TypeError(f"retry_policy must be a RetryPolicy, not {type(retry_policy).__name__}")
-    if on_timeout not in ("retry", "fail"):
-        raise ValueError(f'on_timeout must be "retry" or "fail", not {on_timeout!r}')
-    if isolation not in ("thread", "process"):
-        raise ValueError(f'isolation must be "thread" or "process", not {isolation!r}')
-    seconds = None if timeout is None else parse_seconds(timeout, name="timeout")
-    if not isinstance(fresh_thread, bool):
-        raise TypeError(f"fresh_thread must be True or False, not {fresh_thread!r}")
-    own = None if on_exhausted is None else check_on_exhausted(on_exhausted)
-    return Options(retry_policy, seconds, on_timeout, isolation, _limit_names(limits), fresh_thread, own)
-
-
-def _limit_names(limits: object) -> tuple[str, ...]:
-    if isinstance(limits, str | Limit) or not isinstance(limits, Sequence):
-        raise TypeError(f'limits must be a list of names or Limits, such as ["docai"], not {limits!r:.80}')
-    # In one order everywhere, so that two handlers never wait for each other's.
-    return tuple(sorted({item.name if isinstance(item, Limit) else check_limit_name(item) for item in limits}))
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +47,9 @@ class Handler:
     function: Callable[..., Any]
     is_async: bool
     takes_command: bool
-    options: Options = Options()
+    options: Options = Options()  # noqa: RUF009 - frozen
     is_router: bool = False  # it moves processes
+    written: Callable[..., Any] | None = None  # what people wrote; `function` may be an adapter around it
 
     @property
     def retry_policy(self) -> RetryPolicy | None:
@@ -109,26 +63,14 @@ class Handler:
         return f"{module}.{getattr(self.function, '__qualname__', repr(self.function))}"
 
 
-def handler(
-    domain: str,
-    command_type: str,
-    *,
-    retry_policy: RetryPolicy | None = None,
-    timeout: Duration | None = None,
-    on_timeout: OnTimeout = "retry",
-    isolation: Isolation = "thread",
-    limits: Sequence[str | Limit] = (),
-    fresh_thread: bool = False,
-    on_exhausted: OnExhausted | None = None,
-) -> Callable[[F], F]:
+def handler(domain: str, command_type: str, **options: Unpack[AllHandlerOptions]) -> Callable[[F], F]:
     """Mark a method as a handler, for `HandlerRegistry.register_instance`."""
     check_domain(domain)
     check_type(command_type)
-    options = _check_options(retry_policy, timeout, on_timeout, isolation, limits, fresh_thread, on_exhausted)
-    declared = _declared(limits)
+    checked, declared = check_options(**options), declared_limits(options)
 
     def mark(function: F) -> F:
-        marks = [*getattr(function, _MARK, ()), (domain, command_type, options, declared)]
+        marks = [*getattr(function, _MARK, ()), (domain, command_type, checked, declared)]
         setattr(function, _MARK, marks)
         return function
 
@@ -158,26 +100,14 @@ class HandlerRegistry(ScheduleDeclarations):
             )
         return limit
 
-    def handler(
-        self,
-        domain: str,
-        command_type: str,
-        *,
-        retry_policy: RetryPolicy | None = None,
-        timeout: Duration | None = None,
-        on_timeout: OnTimeout = "retry",
-        isolation: Isolation = "thread",
-        limits: Sequence[str | Limit] = (),
-        fresh_thread: bool = False,
-        on_exhausted: OnExhausted | None = None,
-    ) -> Callable[[F], F]:
+    def handler(self, domain: str, command_type: str, **options: Unpack[AllHandlerOptions]) -> Callable[[F], F]:
         """Register the decorated function; see `Options`."""
-        options = _check_options(retry_policy, timeout, on_timeout, isolation, limits, fresh_thread, on_exhausted)
-        for limit in _declared(limits):
+        checked = check_options(**options)
+        for limit in declared_limits(options):
             self.declare_limit(limit)
 
         def register(function: F) -> F:
-            self._add(domain, command_type, function, options)
+            self._add(domain, command_type, function, checked)
             return function
 
         return register
@@ -187,27 +117,22 @@ class HandlerRegistry(ScheduleDeclarations):
         domain: str,
         command_type: str,
         function: Callable[..., object],
-        *,
-        retry_policy: RetryPolicy | None = None,
-        timeout: Duration | None = None,
-        on_timeout: OnTimeout = "retry",
-        isolation: Isolation = "thread",
-        limits: Sequence[str | Limit] = (),
-        fresh_thread: bool = False,
-        on_exhausted: OnExhausted | None = None,
+        **options: Unpack[AllHandlerOptions],
     ) -> Handler:
         """Register a function; a second one for the same command is refused."""
-        options = _check_options(retry_policy, timeout, on_timeout, isolation, limits, fresh_thread, on_exhausted)
-        for limit in _declared(limits):
+        checked = check_options(**options)
+        for limit in declared_limits(options):
             self.declare_limit(limit)
-        return self._add(domain, command_type, function, options)
+        return self._add(domain, command_type, function, checked)
 
     def register_process(self, manager: BaseProcessManager[Any]) -> Handler:
         """Let this registry's workers move the processes of a manager: its messages are commands of its type."""
         from commandbus.worker.process_messages import handler_of  # it needs contexts, and they need us
 
         check_manager(manager)
-        options = _check_options(manager.retry_policy, manager.timeout, "retry", manager.isolation)
+        options = check_options(
+            retry_policy=manager.retry_policy, timeout=manager.timeout, isolation=manager.isolation
+        )
         handler = self._add(manager.domain, manager.process_type, handler_of(manager), options)
         self._handlers[manager.domain, manager.process_type] = made = replace(handler, is_router=True)
         return made
@@ -218,7 +143,7 @@ class HandlerRegistry(ScheduleDeclarations):
             raise DuplicateHandlerError(
                 f"command_type {command_type!r} of domain {domain!r} already has the handler {existing.name}"
             )
-        made = Handler(domain, command_type, function, _is_async(function), _takes_command(function), options)
+        made = _make_handler(domain, command_type, function, options)
         if options.fresh_thread and made.is_async:
             raise ValueError(
                 f"handler {made.name} is `async def`, which runs on an event loop: fresh_thread is for `def`; "
@@ -294,15 +219,23 @@ class HandlerRegistry(ScheduleDeclarations):
         return len(self._handlers)
 
 
+def _make_handler(domain: str, command_type: str, function: Callable[..., Any], options: Options) -> Handler:
+    is_async = _is_async(function)
+    signature = own_signature(function)
+    form = call_form(function, signature, transaction=options.transaction is not False)
+    if not form.transaction:
+        return Handler(domain, command_type, function, is_async, form.command, options, written=function)
+    from commandbus.worker.execution.adapters import adapted  # few handlers need one
+
+    called = adapted(function, form, is_async=is_async, transaction=options.transaction)
+    return Handler(domain, command_type, called, is_async, takes_command=True, options=options, written=function)
+
+
 def _remember(function: Callable[..., Any], address: tuple[str, str]) -> None:
     """Note on a function which command it handles, for `on_complete=function` (if it can have attributes)."""
     target = getattr(function, "__func__", function)  # a method has no attributes of its own
     with contextlib.suppress(AttributeError, TypeError):
         setattr(target, ADDRESSES, [*getattr(target, ADDRESSES, ()), address])
-
-
-def _declared(limits: Sequence[str | Limit]) -> list[Limit]:
-    return [item for item in limits if isinstance(item, Limit)]
 
 
 def _marks_of(member: object) -> Sequence[tuple[str, str, Options, list[Limit]]]:
@@ -328,75 +261,3 @@ def _run_to_end(result: Awaitable[Any]) -> Any:
         return await result
 
     return asyncio.run(finish())
-
-
-def _takes_command(function: Callable[..., Any]) -> bool:
-    """Two parameters: (command, ctx). One: (ctx). A parameter beyond these must have a default."""
-    if not callable(function):
-        raise TypeError(f"a handler must be callable, not {type(function).__name__}")
-    try:
-        signature = _own_signature(function)
-    except (TypeError, ValueError):
-        return True
-    name, parameters = getattr(function, "__qualname__", repr(function)), signature.parameters.values()
-    places = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    takes_any = any(p.kind is p.VAR_POSITIONAL for p in parameters)
-    required = [p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    if unfilled := [p.name for p in required if p not in places[:2]]:
-        raise TypeError(
-            f"handler {name!r} must take (command, ctx) or (ctx), not {signature}: nobody gives it "
-            f"{', '.join(unfilled)}; give that a default, or bind it with functools.partial"
-        )
-    if not places and not takes_any:
-        raise TypeError(f"handler {name!r} must take (command, ctx) or (ctx), not {signature}")
-    if places and places[0].name in _CONTEXT_NAMES:
-        return _takes_context_first(name, signature, places)
-    if len(places) == 1 and places[0].name == "command" and not takes_any:
-        raise TypeError(
-            f"handler {name!r} takes (command) alone, but a lone parameter gets the context: write "
-            f"(command, ctx), or (ctx) and use ctx.command"
-        )
-    if len(places) >= 2 and places[1].default is not inspect.Parameter.empty:
-        _refuse_other_default(name, signature, places[1])
-    return takes_any or len(places) >= 2
-
-
-_CONTEXT_NAMES = ("ctx", "context")
-
-
-def _takes_context_first(name: str, signature: inspect.Signature, places: list[inspect.Parameter]) -> bool:
-    """Its first parameter is the context, so it takes no command: a second one keeps its default."""
-    if len(places) > 1 and (places[1].default is inspect.Parameter.empty or places[1].name == "command"):
-        raise TypeError(
-            f"handler {name!r} takes {signature}, but command comes first: write (command, ctx), or (ctx) and use "
-            f"ctx.command"
-        )
-    return False
-
-
-def _refuse_other_default(name: str, signature: inspect.Signature, second: inspect.Parameter) -> None:
-    """(command, retries=3): the context would become the number of retries."""
-    if second.name not in _CONTEXT_NAMES:
-        raise TypeError(
-            f"handler {name!r} takes {signature}, but its second parameter gets the context: write "
-            f"(command, ctx), and {second.name} after them"
-        )
-
-
-def _own_signature(function: Callable[..., Any]) -> inspect.Signature:
-    """The function's own parameters. With `functools.wraps`, a wrapper claims the parameters of the wrapped
-    function; that counts only if the wrapper takes `*args`."""
-    return inspect.signature(_who_says(function), follow_wrapped=False)
-
-
-def _who_says(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function whose parameters count: itself, or what it hands all of its arguments to."""
-    if isinstance(function, functools.partial):
-        return functools.partial(_who_says(function.func), *function.args, **function.keywords)
-    if inspect.ismethod(function):
-        return MethodType(_who_says(function.__func__), function.__self__)
-    parameters = inspect.signature(function, follow_wrapped=False).parameters.values()
-    inner = getattr(function, "__wrapped__", None)
-    if inner is None or not any(p.kind is p.VAR_POSITIONAL for p in parameters):
-        return function
-    return _who_says(inner)

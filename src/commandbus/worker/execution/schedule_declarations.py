@@ -9,33 +9,19 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Container, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, Unpack
+from collections.abc import Callable, Container, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 from commandbus.errors import ConfigurationError
 from commandbus.model.durations import Duration
 from commandbus.model.json_values import JsonValue
-from commandbus.model.limit import Limit
-from commandbus.model.retry import OnExhausted, RetryPolicy
+from commandbus.model.retry import OnExhausted
+from commandbus.worker.execution.handler_options import AllHandlerOptions, HandlerOptions
 
 if TYPE_CHECKING:
     from commandbus.model.schedule import MissedPolicy, OverlapPolicy, Schedule
 
 F = TypeVar("F", bound=Callable[..., object])
-
-
-class HandlerOptions(TypedDict, total=False):
-    """The options of a handler that are not options of its commands."""
-
-    retry_policy: RetryPolicy | None
-    on_timeout: Literal["retry", "fail"]
-    isolation: Literal["thread", "process"]
-    limits: Sequence[str | Limit]
-    fresh_thread: bool
-
-
-class _AllOptions(HandlerOptions, total=False):
-    timeout: Duration | None
 
 
 class ScheduleDeclarations:
@@ -53,7 +39,7 @@ class ScheduleDeclarations:
         domain: str,
         command_type: str,
         function: Callable[..., object],
-        **options: Unpack[_AllOptions],
+        **options: Unpack[AllHandlerOptions],
     ) -> object: ...
 
     @property
@@ -117,7 +103,7 @@ class ScheduleDeclarations:
         def register(function: F) -> F:
             command_type = str(declared.command_type)
             existing = self.get(domain, command_type)
-            if existing is None or existing.function != function:
+            if existing is None or existing.written != function:
                 self.register(domain, command_type, function, timeout=timeout, **options)
             self.declare_schedule(declared)
             return function

@@ -40,7 +40,7 @@ from psycopg_pool import ConnectionPool
 from commandbus.clock import monotonic
 from commandbus.errors import AttemptFencedError, ConfigurationError, TransientCommandError
 from commandbus.settings import Settings
-from commandbus.worker.execution import fresh_thread
+from commandbus.worker.execution import adapters, fresh_thread
 from commandbus.worker.execution.attempt import NEVER, Attempt, Stop, Why
 from commandbus.worker.execution.connections import Borrowed, HandlerConnections
 from commandbus.worker.execution.context import (
@@ -64,7 +64,7 @@ from commandbus.worker.registry_address import Address, Handlers
 TICK_SECONDS: Final = 0.25
 ANSWER_SECONDS: Final = 5.0
 _LONGEST_LOG: Final = 65536
-_OURS: Final = (__file__, fresh_thread.__file__)
+_OURS: Final = {__file__, fresh_thread.__file__, *adapters.OURS}
 
 
 class Run:

@@ -34,6 +34,7 @@ _KNOWN: Final[dict[str, type[BaseException]]] = {
     for kind in (
         ExhaustedError,
         errors.BusinessRuleException,
+        errors.TransactionUsedError,
         errors.PermanentCommandError,
         Snooze,
         errors.TransientCommandError,
