@@ -49,6 +49,7 @@ from psycopg.rows import tuple_row
 from psycopg_pool import ConnectionPool, PoolTimeout
 
 from commandbus.clock import monotonic
+from commandbus.db.async_answers import HandlersAsyncConnection
 from commandbus.db.drivers import (
     OwnAsyncConnection,
     OwnConnection,
@@ -288,6 +289,7 @@ class HandlerConnections:
                 if isinstance(conn, OwnConnection):
                     conn.planned_at = wrapped.planned_at
             finally:  # the handler may be canceled here, too
+                wrapped.answers.close()
                 self._put(pool, conn, borrowed)
 
     def _set_limits(
@@ -608,9 +610,9 @@ def _row(row: tuple[Any, ...] | None) -> tuple[Any, ...]:
     return row
 
 
-def _wrapped(conn: Connection[Any]) -> OwnAsyncConnection:
+def _wrapped(conn: Connection[Any]) -> HandlersAsyncConnection:
     """The same session for async code. Both share the record of prepared statements and the age of plans."""
-    wrapped = OwnAsyncConnection(conn.pgconn)
+    wrapped = HandlersAsyncConnection(conn.pgconn)
     wrapped._prepared = conn._prepared
     wrapped.prepare_threshold = conn.prepare_threshold if isinstance(conn, OwnConnection) else None
     wrapped.planned_at = conn.planned_at if isinstance(conn, OwnConnection) else 0.0
