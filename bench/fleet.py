@@ -12,6 +12,7 @@ import tempfile
 import time
 from typing import Any
 
+from bench import chunks
 from bench.ground import Ground
 from commandbus import HandlerRegistry, Worker
 from commandbus.worker.board import Board
@@ -128,6 +129,8 @@ def handlers_of(kind: str, domain: str, began: Any) -> HandlerRegistry:
     if kind == "parked":
         handlers.register(domain, "work", noop)
         handlers.register(domain, "limited", noop, limits=["bench_full"])
+    elif kind in chunks.KINDS:
+        chunks.register(handlers, domain, kind)
     elif kind == "no_deadline":
         handlers.register(domain, "work", noop, timeout=0)
     else:

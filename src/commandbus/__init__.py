@@ -86,6 +86,7 @@ _NAMES = {
     """,
     "commandbus.processes.saga": "Part Saga Step branch parallel sequence step",
     "commandbus.worker.async_worker": "AsyncWorker",
+    "commandbus.worker.execution.chunk_context": "AsyncChunkContext ChunkContext ChunkTransaction",
     "commandbus.worker.execution.context": "AsyncHandlerContext HandlerContext HandlerTransaction",
     "commandbus.worker.execution.handler_options": "AllHandlerOptions HandlerOptions",
     "commandbus.worker.execution.handlers": "Handler HandlerRegistry handler",

@@ -456,6 +456,15 @@ from commandbus.troubleshooting import (
 from commandbus.worker.async_worker import (
     AsyncWorker as AsyncWorker,
 )
+from commandbus.worker.execution.chunk_context import (
+    AsyncChunkContext as AsyncChunkContext,
+)
+from commandbus.worker.execution.chunk_context import (
+    ChunkContext as ChunkContext,
+)
+from commandbus.worker.execution.chunk_context import (
+    ChunkTransaction as ChunkTransaction,
+)
 from commandbus.worker.execution.context import (
     AsyncHandlerContext as AsyncHandlerContext,
 )

@@ -223,6 +223,13 @@ TRIES: dict[str, Try] = {
     "HandlerRegistry.register(timeout)": lambda value: HandlerRegistry().register(
         "orders", "x", lambda command, ctx: None, timeout=value
     ),
+    "handler(chunk_wait)": lambda value: handler("orders", "x", chunk=2, chunk_wait=value),
+    "HandlerRegistry.handler(chunk_wait)": lambda value: HandlerRegistry().handler(
+        "orders", "x", chunk=2, chunk_wait=value
+    ),
+    "HandlerRegistry.register(chunk_wait)": lambda value: HandlerRegistry().register(
+        "orders", "x", lambda commands, ctx: None, chunk=2, chunk_wait=value
+    ),
     "Worker.stop(wait)": lambda value: Worker(
         HandlerRegistry(), domains=["orders"], settings=Settings(database_url=NOBODY)
     ).stop(wait=value),
@@ -262,7 +269,7 @@ LONG = [20, "20s", timedelta(seconds=20)]
 TAKEN = {label: LONG if label.startswith("limit") else SHORT for label in IN_HANDLERS}
 SENT = {"StepCommand(delay)", "StepCommand(timeout)", "StepCommand(deadline)"}
 """Checked when the step is sent; see below."""
-SNOOZES = {"HandlerContext.snooze(delay)", "AsyncHandlerContext.snooze(delay)"}
+SNOOZES = {f"{kind}Context.snooze(delay)" for kind in ("Handler", "AsyncHandler", "Chunk", "AsyncChunk")}
 """They raise Snooze(delay)."""
 RETURNED = {"RetryPolicy(delay_from)"}
 """A function that returns a duration; see tests/worker/test_snooze_and_retry_rules.py."""
@@ -277,6 +284,12 @@ def duration_parameters() -> list[str]:
 
 def test_every_duration_of_the_public_api_is_tried_here() -> None:
     contexts = {f"{kind}.{label}" for kind in ("HandlerContext", "AsyncHandlerContext") for label in IN_HANDLERS}
+    contexts |= {  # inherited
+        f"{kind}.{label}"
+        for kind in ("ChunkContext", "AsyncChunkContext")
+        for label in IN_HANDLERS
+        if not label.startswith("limit")
+    }
     buses = {f"{kind}.{label}" for kind in ("CommandBus", "AsyncCommandBus") for label in ON_A_SERVER}
     assert sorted(duration_parameters()) == sorted(
         {*TRIES, *contexts, *buses, *SENT, *STARTED, *SNOOZES, *RETURNED}

@@ -67,6 +67,7 @@ def test_every_block_of_the_guide_is_run_by_a_test_here() -> None:
         "def import_file",
         "give_up_on=",
         "debounce=",
+        "chunk=100",
         "bus.key_limits.",
         "def test_an_order_is_shipped",
         "bus.queues.",
@@ -117,7 +118,7 @@ def test_schedules_fire_as_declared_and_change_at_run_time(
 def test_writes_commit_with_the_completion(bus: CommandBus, database: str) -> None:
     bus.create_domain("mail")
     names: dict[str, Any] = {"bus": bus}
-    exec(block("python", "transaction=True"), names)
+    exec(block("python", '"ship", transaction=True'), names)
     with bus.connect() as conn:
         conn.execute("CREATE TABLE orders (order_no integer, shipped_at timestamptz)")
         conn.execute("INSERT INTO orders VALUES (17)")
@@ -223,6 +224,21 @@ def test_the_examples_of_unique_keys_run(bus: CommandBus) -> None:
     assert waiting == [
         ("invoice", {"order_no": 17}), ("reindex", {"page": 2}), ("save_draft", {"text": "Hello"}),
     ]  # fmt: skip
+
+
+def test_the_example_of_a_chunk_handler_runs(bus: CommandBus, database: str) -> None:
+    bus.create_domain("search")
+    names: dict[str, Any] = {"handlers": HandlerRegistry(), "PermanentCommandError": PermanentCommandError}
+    exec(block("python", "chunk=100"), names)
+    with psycopg.connect(database, autocommit=True) as conn:
+        conn.execute("CREATE TABLE pages (page text, text text)")
+        pages = [{"page": "a", "text": "two words"}, {"page": "b"}, {"page": "c", "text": ""}]
+        sent = bus.send_many("search", [NewCommand("index", page) for page in pages])
+        Worker(names["handlers"], database_url=database).run(until_idle=True)
+        assert conn.execute("SELECT page FROM pages ORDER BY 1").fetchall() == [("a",), ("c",)]
+    found = [bus.get_command("search", each.command_id) for each in sent]
+    assert [each and each.result for each in found] == [{"words": 2}, None, {"words": 0}]
+    assert [item.error_code for item in TroubleshootingQueue(bus).list("search").items] == ["NO_TEXT"]
 
 
 def test_the_examples_of_key_limits_run(bus: CommandBus, capsys: pytest.CaptureFixture[str]) -> None:

@@ -85,6 +85,8 @@ class Case:
     next_at: float = 0.0
     backoff: Backoff = field(default_factory=lambda: Backoff(FIRST_POSTPONED_SECONDS, LONGEST_PAUSE_SECONDS))
     findings: dict[Key, Finding] | None = None
+    chunks: dict[int, running_file.Running] = field(default_factory=dict)  # by slot: what ran there together
+    chunk_types: dict[int, str] = field(default_factory=dict)  # by slot, if nobody knows what ran there together
 
     @property
     def worker(self) -> str:
@@ -96,11 +98,36 @@ class Case:
         for slot in self.slots:
             if (slot.msg_id, slot.read_ct) == held.row[:2] and self._domain(slot) == domain:
                 return slot
+        for slot in self.slots:
+            if slot.is_chunk and self._domain(slot) == domain and self._ran_in_chunk(slot, domain, held):
+                return slot
         return None
+
+    def _ran_in_chunk(self, slot: SlotView, domain: str, held: Held) -> bool:
+        """If nobody knows what a chunk consisted of, every held command of its type may have been in it."""
+        if slot.index in self.chunks:
+            return (domain, held.row.msg_id) in self.chunks[slot.index]
+        return self.chunk_types.get(slot.index) == held.row.command_type
+
+    def read_chunks(self) -> None:
+        """Find out which commands ran in chunks. The board shows only the first of each."""
+        if any(slot.is_chunk for slot in self.slots) and not self.chunks:
+            found = running_file.read_slots(self.worker) or {}
+            shown = {slot.index: (self._domain(slot), slot.msg_id) for slot in self.slots if slot.is_chunk}
+            self.chunks = {index: ran for index, ran in found.items() if shown.get(index) in ran}
+
+    def note_chunk_types(self, held: dict[str, list[Held]]) -> None:
+        """Note the types of chunks of which nobody knows what they consisted of."""
+        unknown = [slot for slot in self.slots if slot.is_chunk and slot.index not in self.chunks]
+        for slot in unknown:
+            for item in held.get(self._domain(slot) or "", ()):
+                if item.row.msg_id == slot.msg_id:
+                    self.chunk_types[slot.index] = item.row.command_type
 
     def msg_ids(self, domain: str) -> list[int]:
         """The msg_ids that ran, of one domain."""
-        return [slot.msg_id for slot in self.slots if self._domain(slot) == domain]
+        shown = {slot.msg_id for slot in self.slots if self._domain(slot) == domain}
+        return sorted(shown | {msg_id for ran in self.chunks.values() for name, msg_id in ran if name == domain})
 
     def _domain(self, slot: SlotView) -> str | None:
         domains = self.hello.domains
@@ -261,8 +288,10 @@ class Coroner(DatabaseService):
     def _examine(self, case: Case) -> None:
         """Make one attempt at a case. If the worker still holds something after that, another one follows."""
         self._end_sessions(case)
+        case.read_chunks()
         held = {domain: self._held(case, domain) for domain in case.hello.domains}
         if case.findings is None:
+            case.note_chunk_types(held)
             case.findings = self._findings(case, held)
         left = sum(self._settle(case, domain, rows) for domain, rows in held.items() if rows)
         if left:

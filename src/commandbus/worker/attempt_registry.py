@@ -53,6 +53,15 @@ class AttemptRegistry:
         if self._board_writer is not None:
             self._board_writer.enter(attempt, slot.index)
 
+    def begin_chunk(self, chunk: Attempt, slot: Slot | AsyncSlot) -> None:
+        """Its members run from now on, in this slot. If the worker dies, all of them count as running."""
+        self.running[chunk] = slot
+        if self._running_file is not None:
+            msg_ids = [member.msg_id for member in chunk.members]
+            self._running_file.enter_chunk(slot.index, chunk.domain, msg_ids)
+        if self._board_writer is not None:
+            self._board_writer.enter(chunk, slot.index)
+
     def end(self, attempt: Attempt, slot: Slot | AsyncSlot) -> bool:
         """Its handler has ended. False if the ladder has given the attempt up, and its slot away."""
         if self.running.pop(attempt, None) is None:

@@ -60,6 +60,9 @@ _MOST_COUNTED: Final = 2**53
 _MOST_MEGABYTES: Final = 2.0**40
 _LARGEST_INTEGER: Final = 2**31 - 1  # PostgreSQL's `integer`: read_ct, and a process id
 _CRITICAL: Final = 2
+ATTEMPT: Final = 1
+CHUNK: Final = 2
+"""What runs in a slot."""
 
 
 class State(IntEnum):
@@ -73,7 +76,8 @@ class State(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class SlotView:
-    """A slot in which an attempt runs. `domain_index` counts in the worker's list of domains."""
+    """A slot in which an attempt runs. `domain_index` counts in the worker's list of domains. `is_chunk`: the
+    attempt is the first of several that run there."""
 
     index: int
     domain_index: int
@@ -85,6 +89,7 @@ class SlotView:
     native_id: int
     session_pid: int
     session_started: int = 0
+    is_chunk: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,10 +160,19 @@ class Board:
     # -- the worker's side: slots
 
     def enter(
-        self, slot: int, domain_index: int, msg_id: int, read_ct: int, started: float, stuck_at: float
+        self,
+        slot: int,
+        domain_index: int,
+        msg_id: int,
+        read_ct: int,
+        started: float,
+        stuck_at: float,
+        running: int = ATTEMPT,
     ) -> None:
-        """An attempt starts in this slot. `stuck_at` is inf for none."""
-        self._pack(self._memory, _SLOTS_AT + slot * _RECORD, msg_id, started, stuck_at, read_ct, domain_index, 1)
+        """An attempt starts in this slot. `stuck_at` is inf for none. `running=CHUNK`: a chunk starts, and this is
+        its first command; the running file names the others."""
+        at = _SLOTS_AT + slot * _RECORD
+        self._pack(self._memory, at, msg_id, started, stuck_at, read_ct, domain_index, running)
 
     def leave(self, slot: int) -> None:
         """The slot's attempt has ended."""
@@ -277,13 +291,14 @@ def _slot(memory: mmap.mmap, index: int, at: int) -> SlotView | None:
     msg_id, started, stuck_at, read_ct, domain_index, running = _ATTEMPT.unpack_from(memory, at)
     ident, native_id, _ = _THREAD.unpack_from(memory, at + _THREAD_AT)
     session_pid, session_started = _SESSION.unpack_from(memory, at + _SESSION_AT)
-    if running != 1 or read_ct > _LARGEST_INTEGER or not 0.0 <= started <= _LONGEST_UPTIME:
+    if running not in (ATTEMPT, CHUNK) or read_ct > _LARGEST_INTEGER or not 0.0 <= started <= _LONGEST_UPTIME:
         return None
     limit = stuck_at if 0.0 <= stuck_at <= _LONGEST_UPTIME else math.inf
     session_pid = session_pid if session_pid <= _LARGEST_INTEGER else 0
     return SlotView(
-        index, domain_index, msg_id, read_ct, started, limit, ident, native_id, session_pid, session_started
-    )
+        index, domain_index, msg_id, read_ct, started, limit, ident, native_id, session_pid, session_started,
+        running == CHUNK,
+    )  # fmt: skip
 
 
 def _note(memory: mmap.mmap) -> str:

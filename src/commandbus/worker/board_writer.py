@@ -9,7 +9,7 @@ import threading
 from collections.abc import Sequence
 
 from commandbus.worker.attempt_registry import Running
-from commandbus.worker.board import Board, State
+from commandbus.worker.board import ATTEMPT, CHUNK, Board, State
 from commandbus.worker.execution.attempt import Attempt
 from commandbus.worker.health import HealthState, HealthStatus
 from commandbus.worker.memory import resident_megabytes
@@ -37,7 +37,8 @@ class BoardWriter:
         """An attempt starts in this slot."""
         stuck_at = attempt.deadline_at + self._grace
         domain = self._domains[attempt.domain]
-        self._board.enter(slot, domain, attempt.msg_id, attempt.read_ct, attempt.started_at, stuck_at)
+        running = CHUNK if attempt.members else ATTEMPT
+        self._board.enter(slot, domain, attempt.msg_id, attempt.read_ct, attempt.started_at, stuck_at, running)
 
     def end(self, slot: int) -> None:
         """The slot's attempt has ended: the next one finds the process as it was."""

@@ -166,7 +166,7 @@ class Claimer(DatabaseService):
             self._pacing.observe(self._dispatcher.finished, self._dispatcher.budget.busy_seconds)
             self._dispatcher.is_claimer_waiting = True
             room = 0 if self.is_ended else self._dispatcher.room(self._pacing.prefetch)
-            if room > 0 or self._stopping.is_set():
+            if room > 0 or self._stopping.is_set() or (not self.is_ended and self._dispatcher.wants_more):
                 self._dispatcher.is_claimer_waiting = False
                 return room
             self._asked_at = monotonic()
@@ -180,9 +180,10 @@ class Claimer(DatabaseService):
         began = monotonic()
         for domain in list(self._domains):
             own = spare if domain.is_routed else 0
-            if room + own <= 0 or self._adopter.is_full:
+            rows = self._dispatcher.rows(domain.name, room)
+            if rows + own <= 0 or self._adopter.is_full:
                 continue
-            got = self._claim_or_take(domain, min(room + own, LARGEST_CLAIM), own)
+            got = self._claim_or_take(domain, min(rows + own, LARGEST_CLAIM), own)
             if domain.is_flooded and not self._adopter.is_busy:
                 total += self._sift(domain)
             if got:
@@ -190,7 +191,7 @@ class Claimer(DatabaseService):
                 self._domains.append(domain)
             total += got
             spare -= min(got, own)
-            room -= got - min(got, own)
+            room -= self._dispatcher.chunks.slots_for(domain.name, got - min(got, own))
         self._asked_at = monotonic()
         self._pacing.claimed(self._asked_at - began)
         return total

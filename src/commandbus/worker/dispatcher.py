@@ -3,7 +3,7 @@
     claimer → room, spare        how many to claim now
             → deliver            rows become attempts, and go to a lane: threads, an event loop, or the slots for
                                  messages of processes; first to the limit client (permits) or to the quarantine
-                                 (turns), if they have to
+                                 (turns), if they have to; commands of chunk handlers are gathered before that
     lane    → run, run_async     the attempt begins, ends, and its outcome goes to the settler
 
 Threads: `room`, `spare`, `deliver`, `return_unstarted`, `return_unheard` and `note_connected` are the claimer's.
@@ -28,10 +28,14 @@ from commandbus.worker.attempt_registry import AttemptRegistry
 from commandbus.worker.board import State
 from commandbus.worker.board_writer import BoardWriter
 from commandbus.worker.breakers import WorkerBreakers
+from commandbus.worker.chunk_gathering import ChunkGathering, may_join
+from commandbus.worker.chunk_runner import ChunkRunner
 from commandbus.worker.claim_pause import ClaimPause
 from commandbus.worker.deadlines.fencer import Fencer
 from commandbus.worker.execution.async_slots import AsyncSlot, AsyncSlots
 from commandbus.worker.execution.attempt import Attempt
+from commandbus.worker.execution.chunk import Chunk
+from commandbus.worker.execution.chunk_execute import ChunkExecutor
 from commandbus.worker.execution.concurrency import ConcurrencyBudget
 from commandbus.worker.execution.execute import Ended, Executor, LimitDecides, close_awaitable
 from commandbus.worker.execution.fresh_thread import in_fresh_thread
@@ -64,6 +68,7 @@ class Dispatcher:
         attempts: AttemptRegistry,
         *,
         executor: Executor,
+        chunk_executor: ChunkExecutor,
         fencer: Fencer,
         isolation: Isolation,
         quarantine: Quarantine,
@@ -91,6 +96,10 @@ class Dispatcher:
         self._unhandled = unhandled
         self._pause = pause
         self._board_writer = board_writer
+        self.chunks = ChunkGathering(spec.handlers, concurrency=settings.concurrency, push=self.push, name=spec.id)
+        self._chunk_runner = ChunkRunner(
+            attempts, chunk_executor, fencer, limited, settler, breakers, may_start=self._may_start
+        )
         self._late_seconds = settings.timeouts.late_seconds  # no attempt starts under an older lease
         self._low = 0  # the claimer is called when no more than so many wait for a slot
         self._cautious_until = 0.0  # until then nothing is prefetched
@@ -135,6 +144,7 @@ class Dispatcher:
             self._router.start()
         if self.loop is not None:
             self.loop.start()
+        self.chunks.start()
 
     def tend(self) -> None:
         """Replaced slots that have no thread yet are tried again."""
@@ -143,6 +153,7 @@ class Dispatcher:
 
     def stop(self, until: float) -> None:
         """Let idle slots end."""
+        self.chunks.stop()
         self._slots.stop()
         self._router.stop()
         if self.loop is not None:
@@ -150,6 +161,7 @@ class Dispatcher:
 
     def leave_to_parent(self) -> None:
         """This process was forked without exec: everything that waits here belongs to its parent."""
+        self.chunks.leave_to_parent()
         self._slots.waiting.clear()
         self._router.waiting.clear()
         if self.loop is not None:
@@ -198,7 +210,21 @@ class Dispatcher:
             self._return_stale()
             return 0
         self._stale_looks = 0
-        return 0 if self._is_closed else self.budget.total - self.budget.taken + prefetch - waiting
+        if self._is_closed:
+            return 0
+        return self.budget.total - self.budget.taken + prefetch - waiting - self.chunks.reserved
+
+    @property
+    def wants_more(self) -> bool:
+        """Is there an incomplete chunk that a claim may fill, though no slot is free for anything else?"""
+        return self.chunks.is_used and not self._is_closed and self.chunks.wants_more
+
+    def rows(self, domain: str, room: int) -> int:
+        """How many rows of a domain to claim for so many free slots: with chunks a slot takes many."""
+        if not self.chunks.is_used:
+            return room
+        most = self.chunks.most_held - len(self._held)
+        return max(room, min(self.chunks.rows(domain, max(0, room)), most))
 
     def spare(self) -> int:
         """How many messages of processes to claim beside that."""
@@ -241,12 +267,15 @@ class Dispatcher:
         spare = self.spare() if domain in self.routed else 0
         routed: list[Attempt] = []
         limited: list[Attempt] = []
+        chunked: list[Attempt] = []
         hold, command_type, handler, is_plain, is_unknown = self._held.add, None, None, False, False
         for row in rows:
             if row[COMMAND_TYPE] != command_type:
                 command_type = row[COMMAND_TYPE]
                 handler = get(domain, command_type)
-                is_plain = not spare and (handler is None or not (handler.is_async or handler.options.limits))
+                is_plain = not spare and (
+                    handler is None or not (handler.is_async or handler.options.limits or handler.many)
+                )
                 is_unknown = handler is None and self._unhandled.parks
             if is_unknown:  # before its charge is looked at: the policy is its handler's
                 unhandled.append(row)
@@ -273,6 +302,8 @@ class Dispatcher:
                 continue  # `push_alone`, when it is its turn
             elif handler is not None and handler.options.limits:
                 limited.append(attempt)
+            elif handler is not None and handler.many is not None and may_join(attempt):
+                chunked.append(attempt)
             elif handler is not None and handler.is_async and not self._isolation.wants(attempt):
                 asynchronous.append(attempt)
             elif len(routed) < spare:
@@ -287,6 +318,9 @@ class Dispatcher:
             self.loop.push(asynchronous)
         if limited:
             self._limited.permit_request(limited)
+        if self.chunks.is_used:
+            self.chunks.note(domain, len(rows), len(sync) + len(asynchronous) + len(limited), chunked)
+            self.chunks.add(chunked)
         self._give_back_if_closed()
         return unhandled
 
@@ -301,7 +335,7 @@ class Dispatcher:
             self.push(attempt)
 
     def push(self, attempt: Attempt) -> None:
-        """Nothing keeps it from its start any more: it has all its permits."""
+        """Nothing keeps it from its start any more: it has all its permits, or its chunk is complete."""
         handler = attempt.handler
         is_async = handler is not None and handler.is_async and not self._isolation.wants(attempt)
         if is_async and self.loop is not None:
@@ -315,7 +349,7 @@ class Dispatcher:
     def give_back(self) -> None:
         """Give back everything that has not started."""
         self._isolation.let_go()
-        for waiting in (self._quarantine, *self._lanes(), self._limited):
+        for waiting in (self._quarantine, self.chunks, *self._lanes(), self._limited):
             for attempt in waiting.take_back():
                 self.return_one(attempt, f"its worker is {self.state.name.lower()}")
 
@@ -325,6 +359,10 @@ class Dispatcher:
 
     def return_one(self, attempt: Attempt, why: str) -> None:
         """Give back one that has not started."""
+        if attempt.members:
+            for member in attempt.members:
+                self.return_one(member, why)
+            return
         if attempt.limit_use is not None:
             attempt.limit_use.returned()
         if attempt.is_lost:
@@ -386,7 +424,33 @@ class Dispatcher:
 
     # --- run, in a slot ---------------------------------------------------------------------------------------
 
+    def _may_start(self, attempt: Attempt) -> bool:
+        """May a member of a chunk start? If not, it is given back, or has expired."""
+        if attempt.stop is not None or not attempt.is_surely_held(self._late_seconds):
+            return not self._never_start(attempt)
+        return not (attempt.has_expired and self._expire(attempt))
+
+    def _run_chunk(self, chunk: Chunk, slot: Slot) -> bool:
+        ready = self._chunk_runner.ready(chunk)
+        is_ours = self._chunk_runner.run(chunk, slot) if len(ready) > 1 else True
+        if len(ready) == 1:
+            return self._run(ready[0], slot)
+        self._offer_room()
+        return is_ours
+
+    async def _run_chunk_async(self, chunk: Chunk, slot: AsyncSlot) -> bool:
+        ready = self._chunk_runner.ready(chunk)
+        is_ours = await self._chunk_runner.run_async(chunk, slot) if len(ready) > 1 else True
+        if len(ready) == 1:
+            slot.current = ready[0]
+            return await self._run_async(ready[0], slot)
+        self._offer_room()
+        return is_ours
+
     def _run(self, attempt: Attempt, slot: Slot) -> bool:
+        if attempt.members:
+            assert isinstance(attempt, Chunk)  # noqa: S101 - nothing else has members
+            return self._run_chunk(attempt, slot)
         if attempt.stop is not None or not attempt.is_surely_held(self._late_seconds):
             return self._never_start(attempt)
         if attempt.expires_at is not None and attempt.has_expired:
@@ -409,6 +473,9 @@ class Dispatcher:
         return self._end(attempt, slot, self._isolation.run(attempt, process))
 
     async def _run_async(self, attempt: Attempt, slot: AsyncSlot) -> bool:
+        if attempt.members:
+            assert isinstance(attempt, Chunk)  # noqa: S101
+            return await self._run_chunk_async(attempt, slot)
         if attempt.stop is not None or not attempt.is_surely_held(self._late_seconds):
             return self._never_start(attempt)
         if attempt.expires_at is not None and attempt.has_expired:
@@ -494,11 +561,13 @@ class Dispatcher:
 
 
 def _is_stale(lane: Slots | AsyncSlots) -> bool:
-    """Has the oldest attempt waited long for a slot? Waiting for permits does not count."""
+    """Has the oldest attempt waited long for a slot? Waiting for permits, or for a chunk, does not count."""
     oldest = next(iter(lane.waiting.copy()), None)  # a copy: slots take from it, too
     if oldest is None:
         return False
     granted_at = 0.0 if oldest.limit_use is None else oldest.limit_use.granted_at
+    if isinstance(oldest, Chunk):
+        granted_at = oldest.ready_at
     return min(boottime() - oldest.renewed_at, monotonic() - granted_at) > STALE_SECONDS
 
 

@@ -14,7 +14,7 @@ examined and ended, so that nothing it does can commit later. Only then its outc
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
 import psycopg
@@ -54,7 +54,7 @@ class LeaseKeeper(DatabaseService):
         settings: Settings,
         worker: str,
         *,
-        held: Callable[[], Iterable[Attempt]],
+        held: Callable[[], set[Attempt]],
         on_cancel: Callable[[Attempt, PendingCancel], None],
         on_error: Callable[[BaseException], None],
         name: str,
@@ -207,23 +207,24 @@ class LeaseKeeper(DatabaseService):
         sent_at = boottime()
         try:
             renewal = self._connection.run(
-                renew(attempt.domain, self._worker, [attempt], lease_seconds=lease + more)
+                renew(attempt.domain, self._worker, attempt.each, lease_seconds=lease + more)
             )
         except PassingError:
             raise
         except Exception as error:
             _answer(answer, error=error)
             raise
-        self._pass_on([attempt], renewal.canceled)
-        if renewal.skipped and sent_at < until and attempt in self._held():
+        self._pass_on(attempt.each, renewal.canceled)
+        if renewal.skipped and sent_at < until and not self._held().isdisjoint(attempt.each):
             self._skipped.append(lambda: self._renew_now(attempt, answer, until, longer))
         elif renewal.skipped:
             _answer(answer, error=TimeoutError(f"another transaction has held its queue row for {lease:g} s"))
         else:
-            if renewal.lost:
-                attempt.is_lost = True
-            else:
-                attempt.renewed_at = max(attempt.renewed_at, sent_at + more)
+            for each in attempt.each:
+                if (each.msg_id, each.read_ct) in renewal.lost:
+                    each.is_lost = True
+                else:
+                    each.renewed_at = max(each.renewed_at, sent_at + more)
             _answer(answer, is_held=not renewal.lost)
 
     def _ask_cancels(self) -> None:

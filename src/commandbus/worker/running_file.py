@@ -3,9 +3,12 @@
 If a worker vanishes with its supervisor, nobody is left who saw what ran. A worker that later finds its commands
 on the same machine reads this file. Commands that did not run then are not suspects (model/suspects.py).
 
-    head | magic, slots, length of the text, text: worker, domains, boot
+    head | magic, slots, length of the text, size of the largest chunk, text: worker, domains, boot
     slot | msg_id, domain, running                        by the slot's thread, one record per slot
+    list | count, msg_ids of a chunk                      by the slot's thread, one per slot, if there are chunks
     tail | magic
+
+`running` is 2 for a chunk: then its commands are in the list of the slot, which is written before the record.
 
 `enter` and `leave` write memory only and cost 0.2 and 0.1 µs. `running` is the last byte of a record that `enter`
 writes. An attempt starts after that. So a worker that dies in between leaves a whole record, or an attempt that
@@ -25,7 +28,7 @@ import mmap
 import os
 import stat
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Final, Self
@@ -42,32 +45,35 @@ SHARED_MEMORY: Final = Path("/dev/shm")  # noqa: S108 - the folder in it is ours
 TOUCH_SECONDS: Final = 600.0
 KEPT_SECONDS: Final = 86400.0
 _MAGIC: Final = b"cmdb-run"
-_HEAD: Final = struct.Struct("@8sII")
+_HEAD: Final = struct.Struct("@8sIII")
+_ID: Final = struct.Struct("@q")
 _RECORD: Final = struct.Struct("@qIB3x")
 _RUNNING_AT: Final = 12
-_MOST_BYTES: Final = 16 << 20
+_CHUNK: Final = 2
+_MOST_BYTES: Final = 64 << 20
 
 
 class RunningFile:
     """The file of one worker. Each slot's thread writes its own record; `close` and `keep` are of one thread."""
 
-    def __init__(self, path: Path, memory: mmap.mmap, domains: Sequence[str], start: int) -> None:
+    def __init__(self, path: Path, memory: mmap.mmap, domains: Sequence[str], layout: _Layout) -> None:
         self._path = path
         self._memory = memory
-        self._start = start
+        self._layout = layout
+        self._start = layout.start
         self._domains = {name: index for index, name in enumerate(domains)}
         self._touched_at = monotonic()
         self._pack = _RECORD.pack_into
 
     @classmethod
-    def create(cls, worker: str, domains: Sequence[str], slots: int) -> Self | None:
+    def create(cls, worker: str, domains: Sequence[str], slots: int, largest_chunk: int = 0) -> Self | None:
         """A new file, or None if this machine has no place for it."""
         try:
             folder = own_folder()
             _remove_old(folder)
             text = json.dumps({"worker": worker, "domains": list(domains), "boot": _boot()}).encode()
-            start = -(-(_HEAD.size + len(text)) // 8) * 8
-            size = start + slots * _RECORD.size + len(_MAGIC)
+            layout = _Layout(slots, len(text), largest_chunk)
+            size = layout.end + len(_MAGIC)
             path = folder / _name(worker)
             memory = _map_new(path, size)
         except OSError as error:
@@ -75,12 +81,17 @@ class RunningFile:
             return None
         memory[_HEAD.size : _HEAD.size + len(text)] = text
         memory[size - len(_MAGIC) :] = _MAGIC
-        _HEAD.pack_into(memory, 0, _MAGIC, slots, len(text))
-        return cls(path, memory, domains, start)
+        _HEAD.pack_into(memory, 0, _MAGIC, slots, len(text), largest_chunk)
+        return cls(path, memory, domains, layout)
 
     def enter(self, slot: int, domain: str, msg_id: int) -> None:
         """An attempt is about to start in this slot."""
         self._pack(self._memory, self._start + slot * 16, msg_id, self._domains[domain], 1)
+
+    def enter_chunk(self, slot: int, domain: str, msg_ids: Sequence[int]) -> None:
+        """A chunk of these is about to start in this slot."""
+        struct.pack_into(f"@{1 + len(msg_ids)}q", self._memory, self._layout.list_at(slot), len(msg_ids), *msg_ids)
+        self._pack(self._memory, self._start + slot * 16, msg_ids[0], self._domains[domain], _CHUNK)
 
     def leave(self, slot: int) -> None:
         """The slot's attempt has ended."""
@@ -102,6 +113,12 @@ class RunningFile:
 
 def read(worker: str) -> Running | None:
     """What ran in a worker when it was last seen to do anything; None if nobody knows."""
+    by_slot = read_slots(worker)
+    return None if by_slot is None else frozenset(each for found in by_slot.values() for each in found)
+
+
+def read_slots(worker: str) -> dict[int, Running] | None:
+    """The same by slot: one message, or those of a chunk."""
     try:
         with (own_folder() / _name(worker)).open("rb") as file:
             return _parse(file.read(_MOST_BYTES), worker)
@@ -126,24 +143,47 @@ def own_folder() -> Path:
     return folder
 
 
-def _parse(data: bytes, worker: str) -> Running:
-    magic, slots, length = _HEAD.unpack_from(data, 0)
-    start = -(-(_HEAD.size + length) // 8) * 8
-    end = start + slots * _RECORD.size
-    if magic != _MAGIC or data[end:] != _MAGIC:
+class _Layout:
+    """Where the parts of a file begin."""
+
+    def __init__(self, slots: int, text_bytes: int, largest_chunk: int) -> None:
+        self.start = -(-(_HEAD.size + text_bytes) // 8) * 8
+        self._lists = self.start + slots * _RECORD.size
+        self._list_bytes = (1 + largest_chunk) * _ID.size if largest_chunk else 0
+        self.end = self._lists + slots * self._list_bytes
+        self.largest_chunk = largest_chunk
+
+    def list_at(self, slot: int) -> int:
+        """Where the list of a slot's chunk begins."""
+        return self._lists + slot * self._list_bytes
+
+
+def _parse(data: bytes, worker: str) -> dict[int, Running]:
+    magic, slots, length, largest = _HEAD.unpack_from(data, 0)
+    layout = _Layout(slots, length, largest)
+    if magic != _MAGIC or data[layout.end :] != _MAGIC:
         raise ValueError("it was overwritten")
     header = json.loads(data[_HEAD.size : _HEAD.size + length])
     if header["worker"] != worker or header["boot"] != _boot():
         raise ValueError("it is of another worker, or of an earlier start of this machine")
-    return frozenset(_running(_RECORD.iter_unpack(data[start:end]), header["domains"]))
-
-
-def _running(records: Iterable[tuple[int, int, int]], domains: Sequence[str]) -> Iterable[tuple[str, int]]:
-    for msg_id, domain, is_running in records:
-        if is_running not in (0, 1):
+    found: dict[int, Running] = {}
+    for slot in range(slots):
+        msg_id, domain, is_running = _RECORD.unpack_from(data, layout.start + slot * _RECORD.size)
+        if is_running not in (0, 1, _CHUNK):
             raise ValueError("a record was overwritten")
         if is_running:
-            yield domains[domain], msg_id
+            msg_ids = _chunk(data, layout, slot) if is_running == _CHUNK else (msg_id,)
+            found[slot] = frozenset((header["domains"][domain], each) for each in msg_ids)
+    return found
+
+
+def _chunk(data: bytes, layout: _Layout, slot: int) -> Sequence[int]:
+    """The commands of the chunk that runs in a slot."""
+    at = layout.list_at(slot)
+    (count,) = _ID.unpack_from(data, at)
+    if not 0 < count <= layout.largest_chunk:
+        raise ValueError("a chunk was overwritten")
+    return struct.unpack_from(f"@{count}q", data, at + _ID.size)
 
 
 def _map_new(path: Path, size: int) -> mmap.mmap:

@@ -41,6 +41,7 @@ from commandbus.worker.deadlines.ladder import Ladder
 from commandbus.worker.dispatcher import Dispatcher, router_slots
 from commandbus.worker.execution.async_slots import AsyncSlot
 from commandbus.worker.execution.attempt import NEVER, Attempt, Why
+from commandbus.worker.execution.chunk_execute import ChunkExecutor, Everything
 from commandbus.worker.execution.connections import Borrowed, HandlerConnections
 from commandbus.worker.execution.context import Services
 from commandbus.worker.execution.execute import Executor, Written
@@ -105,13 +106,20 @@ class WorkerRuntime:
             on_failed=self._breakers.failed,
             await_on_loop=self._await_on_loop,
         )
+        self._chunk_executor = self._make_chunk_executor(services, running)
         self._isolation = self._make_isolation(services)
         self._quarantine = self._make_quarantine()
         self._running_file = self._make_running_file()
         self.attempts = AttemptRegistry(running, self._quarantine, self._board_writer, self._running_file)
         self.settler = self._make_settler()
         self._fencer = Fencer(
-            self.attempts, self._keeper, self._connections, self._executor, self._limited, self.settler
+            self.attempts,
+            self._keeper,
+            self._connections,
+            self._executor,
+            self._chunk_executor,
+            self._limited,
+            self.settler,
         )
         self.dispatcher = self._make_dispatcher()
         self._adopter = Adopter(settings, spec.id, on_error=spec.fail, name=spec.id)
@@ -145,7 +153,22 @@ class WorkerRuntime:
 
     def _make_running_file(self) -> RunningFile | None:
         slots = 2 * self._settings.concurrency + router_slots(self._spec)
-        return RunningFile.create(self._spec.id, self._spec.domains, slots)
+        largest = max((item.options.chunk.size for item in self._spec.handlers if item.options.chunk), default=0)
+        return RunningFile.create(self._spec.id, self._spec.domains, slots, largest)
+
+    def _make_chunk_executor(self, services: Services, running: Running) -> ChunkExecutor:
+        spec = self._spec
+        members = Executor(
+            services,
+            spec.policy,
+            self._settings.timeouts,
+            spec.handlers,
+            spec.health,
+            running=Everything(),  # whether their chunk still runs is asked before they are judged
+            on_failed=self._breakers.failed,
+            await_on_loop=self._await_on_loop,
+        )
+        return ChunkExecutor(services, members, spec.health, running=running, await_on_loop=self._await_on_loop)
 
     def _make_connections(self) -> HandlerConnections:
         spec, settings = self._spec, self._settings
@@ -244,6 +267,7 @@ class WorkerRuntime:
             self._settings,
             self.attempts,
             executor=self._executor,
+            chunk_executor=self._chunk_executor,
             fencer=self._fencer,
             isolation=self._isolation,
             quarantine=self._quarantine,
@@ -391,13 +415,14 @@ class WorkerRuntime:
         if running:
             self._cancel_all(0.0)
             self._await_running(monotonic() + 0.5, lambda: False)
-        abandoned = self.ladder.abandoned - hurried + len(running)
+        left = sum(len(attempt.each) for attempt in list(running))
+        abandoned = self.ladder.abandoned - hurried + left
         # In this order: the ladder abandons an attempt, the lease keeper fences it, the settler gets its outcome.
         self.ladder.stop(max(0.1, deadline - monotonic() - reserve / 2))
         self._keeper.flush(max(0.1, deadline - monotonic() - reserve / 2))
         self._limited.flush(max(0.1, min(reserve / 2, deadline - monotonic() - reserve / 4)))
         self.settler.close(max(0.1, deadline - monotonic() - reserve / 4))
-        unwritten = max(0, len(self.attempts.held) - len(running))
+        unwritten = max(0, len(self.attempts.held) - left)
         self.dispatcher.stop(deadline - 0.2)
         self._isolation.close(max(0.1, deadline - monotonic()))
         self._limited.stop(max(0.1, deadline - monotonic()))
@@ -445,6 +470,7 @@ class WorkerRuntime:
             "event loop": loop is not None and loop.has_ended,
             "spawner": self._isolation.has_ended,
             "permit clock": self._limited.has_ended,
+            "chunk gathering": self.dispatcher.chunks.has_ended,
         }
         return found | {
             name.replace(" ", "_"): f"the {name} has ended" for name, ended in helpers.items() if ended
@@ -484,7 +510,8 @@ class WorkerRuntime:
 
     @property
     def _is_running_any(self) -> bool:
-        return bool(self.attempts.running or self.attempts.starting or self.dispatcher.waiting)
+        waiting = self.dispatcher.waiting or self.dispatcher.chunks.reserved
+        return bool(self.attempts.running or self.attempts.starting or waiting)
 
     def _beat(self, now: float) -> None:
         if self._board_writer is not None:
@@ -544,6 +571,8 @@ class WorkerRuntime:
         something: only a look that finds nothing while nothing is held is the last."""
         if not self._spec.ends_idle or self._is_at_work:
             self._claimed_when_idle = -1
+            if self._spec.ends_idle:
+                self.dispatcher.chunks.flush()
             return False
         if monotonic() < self._quarantine.late_until:
             return False

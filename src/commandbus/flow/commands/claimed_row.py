@@ -26,8 +26,8 @@ class Fence(NamedTuple):
 
 class RareOptions(NamedTuple):
     """Options that few commands have: seconds until it expires, its own `on_exhausted`, how often it was snoozed,
-    how many seconds ago the first snooze was, and its key with the limit of that key. Seconds count from the
-    claim, by the server's clock."""
+    how many seconds ago the first snooze was, its key with the limit of that key, and whether it must not run in a
+    chunk. Seconds count from the claim, by the server's clock."""
 
     expires_in: float | None = None
     on_exhausted: OnExhausted | None = None
@@ -35,6 +35,7 @@ class RareOptions(NamedTuple):
     snoozed_ago: float | None = None
     key_limit: str | None = None
     key: str | None = None
+    is_single: bool | None = None
 
     @classmethod
     def read(cls, text: str | None) -> RareOptions:

@@ -205,14 +205,23 @@ def of_row(
 
 
 def waived(
-    domain: str, row: ClaimedRow, *, started: float | None, failure: Failure, suspect: bool = False
+    domain: str,
+    row: ClaimedRow,
+    *,
+    started: float | None,
+    failure: Failure,
+    suspect: bool = False,
+    single: bool = False,
 ) -> Settlement:
     """The attempt was stopped through no fault of its own: its command is retried at once, and not charged.
 
-    `suspect`: it may have killed its worker, so its next attempt runs in a child process.
+    `suspect`: it may have killed its worker, so its next attempt runs in a child process. `single`: it was part of
+    a chunk that failed, so it runs by itself from now on.
     """
     error = _error(Verdict.WAIVED, failure, "")
     change = _change(row.marks, row.marks.after_suspicion()) if suspect else '"w":1'
+    if single:
+        change += ',"g":true'
     fence = row.fence(domain)
     return _again(fence, f'{_head(fence, started)},"d":0,{change},"e":{error}}}')
 

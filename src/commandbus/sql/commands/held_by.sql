@@ -21,9 +21,10 @@ SELECT h.msg_id, h.read_ct, c.id, c.command_id, c.command_type, NULL, least(c.at
        NULLIF(h.headers ? 'before'::text, false), NULL, pg_catalog.now(), pg_catalog.now(), c.timeout, c.suspect,
        c.step, c.batch, false, c.quarantine, c.alone,
        CASE WHEN c.expires_at IS NOT NULL OR c.snoozes IS NOT NULL OR c.on_exhausted IS NOT NULL
-                 OR c.key IS NOT NULL
+                 OR c.key IS NOT NULL OR c.single
             THEN pg_catalog.json_build_array(extract(epoch FROM c.expires_at - pg_catalog.now()), c.on_exhausted,
-                     c.snoozes, extract(epoch FROM pg_catalog.now() - c.snoozed_at), c.key_limit, c.key)::text END,
+                     c.snoozes, extract(epoch FROM pg_catalog.now() - c.snoozed_at), c.key_limit, c.key,
+                     c.single)::text END,
        h.headers ? 'cancel'::text, h.headers -> 'cancel'::text ->> 'by'::text,
        h.headers -> 'cancel'::text ->> 'reason'::text
   FROM held h

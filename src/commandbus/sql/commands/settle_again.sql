@@ -1,4 +1,5 @@
 -- Settles attempts whose command is to be tried again: after a failure (with an attempt row), waived, or snoozed (`z`).
+-- With `g`, the attempt was part of a chunk that failed, and the command runs by itself from now on.
 -- Returns the rows that were not settled, as commands/settle_final.sql does. The fence is the same as there. The
 -- command row is looked up by its key in a subquery that cannot become a join, because a join might scan the table.
 --
@@ -10,7 +11,7 @@
 WITH input AS MATERIALIZED (
     SELECT * FROM pg_catalog.json_to_recordset(%(rows)s::json)
         AS x(m bigint, r integer, c bigint, n integer, t float8, d float8, w integer, k boolean, x smallint, q boolean,
-             a boolean, e json, z boolean, b float8)
+             a boolean, e json, z boolean, b float8, g boolean)
 ), held AS MATERIALIZED (
     SELECT msg_id, read_ct, message ->> 'command'::text AS command, headers ? 'cancel'::text AS is_canceled
       FROM pgmq.{queue}
@@ -33,6 +34,7 @@ WITH input AS MATERIALIZED (
     UPDATE commandbus.command c
        SET waived = c.waived + f.w, suspect = CASE WHEN f.k THEN f.x ELSE c.suspect END,
            quarantine = CASE WHEN f.k THEN f.q ELSE c.quarantine END, alone = CASE WHEN f.k THEN f.a ELSE c.alone END,
+           single = CASE WHEN f.g THEN true ELSE c.single END,
            snoozes = CASE WHEN f.z THEN COALESCE(c.snoozes, 0) + 1 ELSE c.snoozes END,
            snoozed_at = CASE WHEN f.z THEN COALESCE(c.snoozed_at, pg_catalog.now()) ELSE c.snoozed_at END
       FROM fenced f

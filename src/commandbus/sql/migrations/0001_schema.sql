@@ -36,6 +36,7 @@ CREATE TYPE commandbus.command_status AS ENUM
 --               such crashes were waived (model/suspects.py)
 -- alone         there was no evidence of what ran in that worker, so such suspects run one at a time per supervisor
 -- quarantine    an attempt got stuck or crashed its worker, so the next attempts run in a child process
+-- single        a chunk failed with the command in it, and nobody knows which command was to blame, so it runs by itself
 -- expires_at    if the command has not started by then, it is CANCELED with code EXPIRED
 -- on_exhausted  what happens when its attempts are used up: 'troubleshoot' or 'fail'; null: its handler decides
 -- snoozes       how often its handler has snoozed it; the first snooze was at snoozed_at
@@ -56,6 +57,7 @@ CREATE TABLE commandbus.command (
     suspect         smallint,
     alone           boolean,
     quarantine      boolean,
+    single          boolean,
     domain          text NOT NULL,
     command_id      text NOT NULL,
     command_type    text NOT NULL,

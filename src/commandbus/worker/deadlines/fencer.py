@@ -16,6 +16,8 @@ from commandbus.worker.attempt_registry import AttemptRegistry
 from commandbus.worker.deadlines import autopsy
 from commandbus.worker.deadlines.ladder import Document
 from commandbus.worker.execution.attempt import Attempt, Stop, Why
+from commandbus.worker.execution.chunk import Chunk
+from commandbus.worker.execution.chunk_execute import ChunkExecutor
 from commandbus.worker.execution.connections import Borrowed, HandlerConnections
 from commandbus.worker.execution.execute import Executor
 from commandbus.worker.lease_keeper import LeaseKeeper
@@ -34,6 +36,7 @@ class Fencer:
         keeper: LeaseKeeper,
         connections: HandlerConnections,
         executor: Executor,
+        chunk_executor: ChunkExecutor,
         limited: LimitedWork,
         settler: Settler,
     ) -> None:
@@ -41,6 +44,7 @@ class Fencer:
         self._keeper = keeper
         self._connections = connections
         self._executor = executor
+        self._chunk_executor = chunk_executor
         self._limited = limited
         self._settler = settler
 
@@ -53,7 +57,10 @@ class Fencer:
 
         def settle(document: Document) -> None:
             self._write_off(attempt, borrowed)
-            if attempt.is_lost:
+            if isinstance(attempt, Chunk):
+                for member, ended in self._chunk_executor.give_up(attempt, stop, autopsy.to_json(document)):
+                    self._limited.finished(member, ended)
+            elif attempt.is_lost:
                 # Another worker has it by now, so nothing is written about it here.
                 self._attempts.release(attempt)
             else:
@@ -70,7 +77,8 @@ class Fencer:
 
         def settle(_: Document) -> None:
             self._write_off(attempt, borrowed)
-            self._settler.add(attempt, self._executor.waive(attempt, failure, suspect=suspect))
+            for each in attempt.each:
+                self._settler.add(each, self._executor.waive(each, failure, suspect=suspect))
 
         self._keeper.fence(attempt, {}, settle)
 

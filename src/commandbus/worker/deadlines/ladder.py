@@ -243,7 +243,7 @@ class Ladder:
             return False
         if stop.why is Why.SHUTDOWN:
             attempt.is_unfinished = True
-            self.abandoned += 1
+            self.abandoned += len(attempt.each)
         else:
             self._health.record_stuck_thread()
         logger.error(

@@ -10,12 +10,12 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from commandbus.worker.execution import lazy_transaction
+from commandbus.worker.execution import chunk_handlers, lazy_transaction
 from commandbus.worker.execution.handler_options import TransactionOption
 from commandbus.worker.execution.handler_signature import CallForm
 from commandbus.worker.execution.lazy_transaction import in_async_transaction, in_transaction
 
-OURS = frozenset({__file__, lazy_transaction.__file__})
+OURS = frozenset({__file__, lazy_transaction.__file__, chunk_handlers.__file__})
 """Frames of these files are left out of the tracebacks of handlers."""
 
 Adapter = Callable[[Any, Any], Any]

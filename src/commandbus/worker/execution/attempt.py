@@ -178,6 +178,7 @@ class Attempt:
     is_unfinished = False  # given back, or cut off when its worker stopped: what is written of it is no outcome
     limit_use: LimitUse | None = None  # only if it has something to do with limits
     expires_at: float | None = None  # of `clock.boottime`; it is not to start after that
+    members: tuple[Attempt, ...] = ()  # only if it is a Chunk
     _extras: Extras | None = None
 
     def __init__(self, domain: str, row: tuple[Any, ...], handler: Handler | None, renewed_at: float) -> None:
@@ -189,6 +190,11 @@ class Attempt:
         self.command_type: str = row[4]
         self.handler = handler
         self.renewed_at = renewed_at
+
+    @property
+    def each(self) -> tuple[Attempt, ...]:
+        """The attempts that have a lease: its members if it is a Chunk, else itself."""
+        return (self,)
 
     @property
     def claimed(self) -> ClaimedRow:
@@ -362,7 +368,8 @@ class Attempt:
 
     def release_row(self) -> None:
         """Ends `LeaseKeeper.hold`: from now on its queue row may be renewed as always."""
-        self.renewed_at = min(self.renewed_at, boottime())
+        for each in self.each:
+            each.renewed_at = min(each.renewed_at, boottime())
 
     def is_surely_held(self, late_seconds: float) -> bool:
         """Is its lease younger than this, and not known to be lost? After the claim or the last renewal was sent,
@@ -451,9 +458,12 @@ class Attempt:
         """The settlement of a failure; `is_waived`: its retry is not charged."""
         return of_row(self.domain, self.claimed, judgement, started=self.started, is_waived=is_waived)
 
-    def waive(self, failure: Failure, *, suspect: bool = False) -> Settlement:
-        """The settlement of an attempt that was stopped through no fault of its own."""
-        return waived(self.domain, self.claimed, started=self.started, failure=failure, suspect=suspect)
+    def waive(self, failure: Failure, *, suspect: bool = False, single: bool = False) -> Settlement:
+        """The settlement of an attempt that was stopped through no fault of its own. `single`: it runs in no chunk
+        any more."""
+        return waived(
+            self.domain, self.claimed, started=self.started, failure=failure, suspect=suspect, single=single
+        )
 
     def expire(self) -> Settlement:
         """The settlement of a command that was not started in time."""

@@ -382,17 +382,26 @@ class _Context:
             )
         self._attempt.extras.has_connection = True
 
-    def _settlement(self, result: str | None) -> Operation[dict[tuple[int, int], Any]]:
-        attempt, worker = self._attempt, self._services.worker
+    def _transaction_on(self, conn: C) -> HandlerTransaction[C]:
+        return HandlerTransaction(conn, self._services.max_payload_bytes)
+
+    def _settlement(self, tx: HandlerTransaction[Any]) -> Operation[dict[tuple[int, int], Any]]:
+        attempt, worker, result = self._attempt, self._services.worker, tx._result
         if attempt.is_plain:
             number, read_ct = attempt.number, attempt.read_ct
             return settle_one(attempt.domain, worker, attempt, read_ct=read_ct, number=number, result=result)
         return settle(attempt.domain, worker, [attempt.complete(result).only_of(attempt.sent)], waiting=True)
 
-    def _check(self, unsettled: object) -> None:
+    def _check(self, unsettled: dict[tuple[int, int], Any]) -> None:
         if unsettled:
             self._attempt.is_lost = True
             raise self._fenced()
+
+    def _note_commit(self, tx: HandlerTransaction[Any]) -> None:  # noqa: ARG002 - chunks need it
+        self._attempt.has_committed = True
+
+    def _ask_commit(self, tx: HandlerTransaction[Any]) -> Operation[bool]:  # noqa: ARG002 - chunks need it
+        return has_committed(self._attempt, self._services.worker)
 
     def _fenced(self) -> AttemptFencedError:
         attempt = self._attempt
@@ -401,14 +410,14 @@ class _Context:
             f"nothing of it was committed"
         )
 
-    def _uncertain(self, has_committed: bool, error: psycopg.Error) -> None:  # noqa: FBT001
+    def _uncertain(self, is_committed: bool, tx: HandlerTransaction[Any], error: psycopg.Error) -> None:  # noqa: FBT001
         """The connection broke in COMMIT: what the database says decides."""
-        if not has_committed:
+        if not is_committed:
             raise TransientCommandError(
                 f"the connection was lost in COMMIT and the transaction was not committed: {error}",
                 code="COMMIT_LOST",
             ) from error
-        self._attempt.has_committed = True
+        self._note_commit(tx)
 
 
 def _level_of(isolation: IsolationLevel | str | None) -> IsolationLevel | None:
@@ -427,7 +436,8 @@ def _name_of(level: IsolationLevel) -> str:
 
 
 @operation(atomic=False)
-def _has_committed(attempt: Attempt, worker: str) -> Steps[bool]:
+def has_committed(attempt: Attempt, worker: str) -> Steps[bool]:
+    """Has this attempt completed its command, by this worker?"""
     rows = yield Statement(
         sql.text("commands/has_committed"), {"id": attempt.id, "number": attempt.number, "worker": worker}
     )
@@ -479,24 +489,24 @@ class HandlerContext(_Context):
         finishing = False
         try:
             with self._connection(isolation=level, before_snapshot=self._hold, one=one) as conn:
-                tx = HandlerTransaction(conn, self._services.max_payload_bytes)
+                tx = self._transaction_on(conn)
                 self._attempt.extras.is_completing = True
                 with one.judged(conn):
                     yield tx
                 self._refuse_aborted(conn)
                 finishing = True
-                self._check(run(conn, self._settlement(tx._result)))
-            self._attempt.has_committed = True
+                self._check(run(conn, self._settlement(tx)))
+            self._note_commit(tx)
         except psycopg.OperationalError as error:
             if not finishing:
                 raise
             if isinstance(error, UnreplicatedError):
-                self._attempt.has_committed = True  # the completion is in that commit, too: nothing runs again
+                self._note_commit(tx)  # the completion is in that commit, too: nothing runs again
                 raise
             if isinstance(error, _REFUSED):
                 raise self._refused(error) from error
             with self.connection() as other:
-                self._uncertain(run(other, _has_committed(self._attempt, self._services.worker)), error)
+                self._uncertain(run(other, self._ask_commit(tx)), tx, error)
         finally:
             self._attempt.extras.is_completing = False
             self._release_row()
@@ -612,25 +622,24 @@ class AsyncHandlerContext(_Context):
         finishing = False
         try:
             async with self._connection(isolation=level, before_snapshot=self._hold, one=one) as conn:
-                tx = HandlerTransaction(conn, self._services.max_payload_bytes)
+                tx = self._transaction_on(conn)
                 self._attempt.extras.is_completing = True
                 with one.judged(conn):
                     yield tx
                 self._refuse_aborted(conn)
                 finishing = True
-                self._check(await run_async(conn, self._settlement(tx._result)))
-            self._attempt.has_committed = True
+                self._check(await run_async(conn, self._settlement(tx)))
+            self._note_commit(tx)
         except psycopg.OperationalError as error:
             if not finishing:
                 raise
             if isinstance(error, UnreplicatedError):
-                self._attempt.has_committed = True  # the completion is in that commit, too: nothing runs again
+                self._note_commit(tx)  # the completion is in that commit, too: nothing runs again
                 raise
             if isinstance(error, _REFUSED):
                 raise self._refused(error) from error
             async with self.connection() as other:
-                found = await run_async(other, _has_committed(self._attempt, self._services.worker))
-                self._uncertain(found, error)
+                self._uncertain(await run_async(other, self._ask_commit(tx)), tx, error)
         finally:
             self._attempt.extras.is_completing = False
             self._release_row()

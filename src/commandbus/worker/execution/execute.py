@@ -78,7 +78,7 @@ _LEVELS = {Verdict.BUSINESS_RULE: logging.INFO, Verdict.FAILED: logging.ERROR} |
     if status is CommandStatus.IN_TROUBLESHOOTING_QUEUE
 }
 
-_CANCELLATIONS = (
+CANCELLATIONS = (
     asyncio.CancelledError,
     AttemptCanceledError,
     TimeoutError,
@@ -230,14 +230,14 @@ class Executor:
             return None
         raised = None
         if trace is None and not isinstance(error, UnknownCommandTypeError):
-            trace, raised = _traceback_of(error), error
+            trace, raised = traceback_of(error), error
         if attempt.has_committed:
             return self._note(attempt, error, trace, raised)
         if isinstance(error, AttemptFencedError):
             attempt.is_lost = True
         stop = attempt.stop
         use = attempt.limit_use
-        if stop is not None and (stop.why is Why.CANCEL or isinstance(error, _CANCELLATIONS)):
+        if stop is not None and (stop.why is Why.CANCEL or isinstance(error, CANCELLATIONS)):
             if use is not None:
                 use.note_stop(is_late=stop.why is Why.DEADLINE)
             return self._stopped(attempt, stop, trace)
@@ -484,7 +484,8 @@ def _own_frames(error: BaseException) -> TracebackType | None:
     return frames
 
 
-def _traceback_of(error: BaseException) -> str:
+def traceback_of(error: BaseException) -> str:
+    """The traceback from the handler's own frame on."""
     try:
         return "".join(traceback.format_exception(type(error), error, _own_frames(error)))
     except Exception:  # noqa: BLE001 - a hostile exception must not cost us the outcome

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, TypedDict, Unpack, cast
 
+from commandbus.model.chunk import ChunkOptions, check_chunk
 from commandbus.model.durations import Duration, parse_seconds
 from commandbus.model.limit import Limit, check_limit_name
 from commandbus.model.retry import OnExhausted, RetryPolicy, check_on_exhausted
@@ -36,6 +37,8 @@ class AllHandlerOptions(HandlerOptions, total=False):
 
     timeout: Duration | None
     on_exhausted: OnExhausted | None
+    chunk: int | None
+    chunk_wait: Duration | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +51,8 @@ class Options:
     "process" runs it in a child process, which can be killed without harm to its neighbors. `limits`: it needs a
     permit of each of these; until it has them, its commands are parked. `fresh_thread`: each attempt runs in a new
     thread, which ends with it. `transaction`: True, or the isolation level: it takes a third parameter, `tx`,
-    whose writes commit with the command's completion when it returns.
+    whose writes commit with the command's completion when it returns. `chunk`: it gets a list of so many commands
+    at most, or of fewer after so many seconds.
     """
 
     retry_policy: RetryPolicy | None = None
@@ -59,6 +63,7 @@ class Options:
     fresh_thread: bool = False
     on_exhausted: OnExhausted | None = None
     transaction: TransactionOption = False
+    chunk: ChunkOptions | None = None
 
 
 def check_options(**given: Unpack[AllHandlerOptions]) -> Options:
@@ -75,6 +80,7 @@ def check_options(**given: Unpack[AllHandlerOptions]) -> Options:
         fresh_thread=_flag(given.get("fresh_thread", False), "fresh_thread"),
         on_exhausted=None if on_exhausted is None else check_on_exhausted(on_exhausted),
         transaction=_transaction(given.get("transaction", False)),
+        chunk=check_chunk(given.get("chunk"), given.get("chunk_wait")),
     )
 
 

@@ -5,8 +5,9 @@
     @handlers.handler("orders", "ship")
     def ship(command, ctx): ...
 
-A handler is `def` or `async def`, with `(command, ctx)` or `(ctx)`. Methods of a class are marked with
-`@handler(domain, command_type)` and registered with an instance: `handlers.register_instance(Orders(db))`.
+A handler is `def` or `async def`, with `(command, ctx)` or `(ctx)`. With `chunk=100` it gets a list: `(commands,
+ctx)`. Methods of a class are marked with `@handler(domain, command_type)` and registered with an instance:
+`handlers.register_instance(Orders(db))`.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from commandbus.model.limit import Limit
 from commandbus.model.names import check_domain, check_type
 from commandbus.model.retry import RetryPolicy
 from commandbus.processes.manager import BaseProcessManager, check_manager
+from commandbus.worker.execution.chunk_handlers import many_of, one_of, refuse_with_chunk
 from commandbus.worker.execution.handler_options import (
     AllHandlerOptions,
     Options,
@@ -50,6 +52,7 @@ class Handler:
     options: Options = Options()  # noqa: RUF009 - frozen
     is_router: bool = False  # it moves processes
     written: Callable[..., Any] | None = None  # what people wrote; `function` may be an adapter around it
+    many: Callable[..., Any] | None = None  # of a chunk handler: takes a list; `function` takes one of it
 
     @property
     def retry_policy(self) -> RetryPolicy | None:
@@ -223,6 +226,20 @@ def _make_handler(domain: str, command_type: str, function: Callable[..., Any], 
     is_async = _is_async(function)
     signature = own_signature(function)
     form = call_form(function, signature, transaction=options.transaction is not False)
+    if options.chunk is not None:
+        refuse_with_chunk(function, form, options)
+        called = many_of(function, form, is_async=is_async, transaction=options.transaction)
+        single = one_of(called, is_async=is_async)
+        return Handler(
+            domain,
+            command_type,
+            single,
+            is_async,
+            takes_command=True,
+            options=options,
+            written=function,
+            many=called,
+        )
     if not form.transaction:
         return Handler(domain, command_type, function, is_async, form.command, options, written=function)
     from commandbus.worker.execution.adapters import adapted  # few handlers need one
