@@ -14,7 +14,7 @@ from pathlib import Path
 import psycopg
 from psycopg.rows import dict_row
 
-from bench import burst, chunks, fleet, floors, installed, limits, peers, plot, startup, unpark
+from bench import burst, chunks, fleet, floors, installed, keys, limits, peers, plot, startup, unpark
 from bench.fleet import Member, drain
 from bench.ground import DATA, Ground, ground
 from commandbus import CommandBus, Worker
@@ -330,7 +330,15 @@ def main() -> None:
         "--unpark", metavar="N", type=int, help="only: so many parked commands go back, beside a lease of 1.5 s"
     )
     parser.add_argument(
-        "--rounds", metavar="N", type=int, default=3, help="of --peers, --parity, --chunks, --bursts (3)"
+        "--keys",
+        metavar="N",
+        type=int,
+        nargs="?",
+        const=100_000,
+        help="only: limits with keys, N commands (100000)",
+    )
+    parser.add_argument(
+        "--rounds", metavar="N", type=int, default=3, help="of --peers, --parity, --chunks, --bursts, --keys (3)"
     )
     parser.add_argument(
         "--plot", metavar="FILE.svg", type=Path, help="draw the figures of --from, measure nothing"
@@ -347,6 +355,10 @@ def main() -> None:
     if args.unpark is not None:
         with ground(args.database, args.binaries) as base:
             unpark.run(base, args.unpark)
+        return
+    if args.keys is not None:
+        with ground(args.database, args.binaries) as base:
+            keys.run(base, args.keys, args.rounds)
         return
     with ground(args.database, args.binaries) as base:
         run = Run(base, quick=args.quick)

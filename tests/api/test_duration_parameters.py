@@ -67,7 +67,7 @@ NOT_ONE = {
     "CallTimeoutError(seconds)": "made by bus.call, which has parsed it",
 }
 RECORDS = {
-    *("BatchRecord", "BreakerInfo", "CommandRecord", "DomainStatus", "Estimate", "Hold", "LimitInfo"),
+    *("BatchRecord", "BreakerInfo", "CommandRecord", "DomainStatus", "Estimate", "Hold", "KeyLine", "LimitInfo"),
     *("ScheduleRecord", "UnhandledType", "WorkerInfo"),
 }
 """Made by us: what comes out is seconds, or an instant."""

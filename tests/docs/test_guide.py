@@ -27,6 +27,7 @@ from commandbus import (
     CommandStatus,
     HandlerRegistry,
     HandlerTransaction,
+    Limit,
     NewCommand,
     OnComplete,
     PermanentCommandError,
@@ -68,7 +69,10 @@ def test_every_block_of_the_guide_is_run_by_a_test_here() -> None:
         "give_up_on=",
         "debounce=",
         "chunk=100",
+        'key="data.tenant_id"',
         "bus.key_limits.",
+        'key_limit="printer"',
+        "commandbus keys list",
         "def test_an_order_is_shipped",
         "bus.queues.",
         "RedisSemaphore(",
@@ -242,10 +246,15 @@ def test_the_example_of_a_chunk_handler_runs(bus: CommandBus, database: str) -> 
 
 
 def test_the_examples_of_key_limits_run(bus: CommandBus, capsys: pytest.CaptureFixture[str]) -> None:
-    exec(block("python", "bus.key_limits."), {"bus": bus, "NewCommand": NewCommand})
+    names = {"bus": bus, "NewCommand": NewCommand, "Limit": Limit, "handlers": HandlerRegistry()}
+    exec(block("python", 'key="data.tenant_id"'), names)
+    Worker(names["handlers"], settings=bus.settings).run(until_idle=True)  # declares the limits
+    exec(block("python", "bus.key_limits.override"), names)
     assert capsys.readouterr().out == "tenant 17: 0 of 10, 1 waiting\n"
     (line,) = bus.key_limits.lines("orders", "account")
     assert (line.key, line.released, line.waiting) == ("DE-4711", 0, 2)
+    exec(block("python", 'key_limit="printer"'), names)
+    assert [line.key for line in bus.key_limits.lines("orders", "printer")] == ["second floor"]
 
 
 def test_the_batch_example_runs(bus: CommandBus, database: str, capsys: pytest.CaptureFixture[str]) -> None:

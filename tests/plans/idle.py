@@ -65,7 +65,11 @@ OF_KEEPERS = {
 }
 """What the claimer, the adopter and the settler run: their sessions keep their plans."""
 # These have a row for each type, limit or worker, not for each command: they are small everywhere.
-SMALL = {"pause", "breaker", "waiting", "worker", "limits", "limit_client", "limit_mode", "meta", "domain"}
+SMALL = {
+    "pause", "breaker", "waiting", "worker", "limits", "limit_client", "limit_mode", "meta", "domain", "type_rule",
+}  # fmt: skip
+# No command of these tests has a key. A session that keeps its plans looks for keys by the index all the same.
+EMPTY = {"keyed"}
 
 
 @dataclass

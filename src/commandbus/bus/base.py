@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from commandbus.flow.breakers.operate import Guard
     from commandbus.flow.commands import call, inspect, prune, send_unique
     from commandbus.flow.commands.prune import Retention
-    from commandbus.flow.keys import send as send_keyed
     from commandbus.flow.queues.messages import Shapes
     from commandbus.flow.setup import migrate, roles
     from commandbus.flow.setup.migrate import SchemaState
@@ -44,7 +43,6 @@ else:
     migrate = lazy("commandbus.flow.setup.migrate")
     prune = lazy("commandbus.flow.commands.prune")
     send_unique = lazy("commandbus.flow.commands.send_unique")
-    send_keyed = lazy("commandbus.flow.keys.send")
     roles = lazy("commandbus.flow.setup.roles")
 
 logger = safe_logger("commandbus.bus")
@@ -102,11 +100,8 @@ class BusBase:
             raise InvalidCommandError(
                 f"key ({names.shown(new.key)}) cannot be given with unique; leave one of them out"
             )
-        outgoing = send.prepare(new, max_bytes=self.settings.max_payload_bytes, takes_key=True)
+        outgoing = send.prepare(new, max_bytes=self.settings.max_payload_bytes)
         names.check_domain(domain)
-        if outgoing.key is not None:
-            keyed = then(send_keyed.send_keyed(domain, [outgoing]), lambda sent: given_by(self, sent[0]))
-            return outgoing.command_id, self._unless_refused(domain, keyed, [new.command_type])
         if rule is None:
             sending = send.send(domain, outgoing, self)
         else:
@@ -141,17 +136,11 @@ class BusBase:
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise ValueError(f"chunk_size must be a whole number of at least 1, not {size!r}")
         limit = self.settings.max_payload_bytes
-        outgoing = send.prepare_all(commands, max_bytes=limit, takes_key=True)
+        outgoing = send.prepare_all(commands, max_bytes=limit)
         while chunk := list(islice(outgoing, size)):
-            has_keys = any(item.key is not None for item in chunk)
-            if has_keys:
-                sending = then(send_keyed.send_keyed(domain, chunk), self._give_all)
-            else:
-                sending = send.send_chunk(domain, chunk, self)
-            yield self._unless_refused(domain, sending, (item.command_type for item in chunk))
-
-    def _give_all(self, sent: list[SentCommand]) -> list[SentCommand]:
-        return [given_by(self, receipt) for receipt in sent]
+            yield self._unless_refused(
+                domain, send.send_chunk(domain, chunk, self), (item.command_type for item in chunk)
+            )
 
     def _guard(self, domain: str) -> Guard | None:
         """Returns a Guard that refuses commands whose breaker is open; None if no command type is configured

@@ -204,9 +204,9 @@ class LimitMethods(_LimitOperations):
 
     def _ready_limit_client(self) -> LimitClient:
         self._mind_the_loop()
-        if self.settings.limits and not self._limit_clients.has_declared:
+        if self.settings.permit_limits and not self._limit_clients.has_declared:
             with suppress(InsufficientPrivilege):  # a role that only sends may not; workers and operators declare
-                self._log(self.run(self._declaration(*self.settings.limits)))
+                self._log(self.run(self._declaration(*self.settings.permit_limits)))
             self._limit_clients.has_declared = True
         return self._limit_clients.get(self._resolved)
 
@@ -294,9 +294,9 @@ class AsyncLimitMethods(_LimitOperations):
         return limit_inspect.estimate(row, look, ahead, is_waiting=command_id is not None)
 
     async def _ready_limit_client(self) -> LimitClient:
-        if self.settings.limits and not self._limit_clients.has_declared:
+        if self.settings.permit_limits and not self._limit_clients.has_declared:
             with suppress(InsufficientPrivilege):  # a role that only sends may not; workers and operators declare
-                self._log(await self.run(self._declaration(*self.settings.limits)))
+                self._log(await self.run(self._declaration(*self.settings.permit_limits)))
             self._limit_clients.has_declared = True
         return await asyncio.to_thread(self._limit_clients.get, self._resolved)
 

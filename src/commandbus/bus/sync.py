@@ -263,8 +263,8 @@ class CommandBus(BreakerMethods, LimitMethods, WaitMethods, DataAccess):
         `within` is how long the send may take, even if the server stands still. Then SendFailedError says whether
         the command may have been sent, and carries its command_id. A `conn` that did not answer is closed.
 
-        `key` puts the command into the line of that key: the key limit `key_limit` says how many of a key run at
-        once, and whether in the order of sending (`bus.key_limits`).
+        `key` puts the command into the line of that key. Its type's limit says how many of a key run at once, and
+        whether in the order of sending; `key_limit` names another one (`bus.key_limits`).
         """
         new = NewCommand(
             command_type, data, command_id, correlation_id, reply_to, max_attempts, delay, at, headers,

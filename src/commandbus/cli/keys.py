@@ -8,7 +8,8 @@ from commandbus.cli.parameters import DURATION
 from commandbus.cli.render import print_table, say
 from commandbus.cli.session import CliGroup, CliSession
 from commandbus.cli.table import columns
-from commandbus.model.key_limit import ON_FAILURE, KeyLine, OnFailure
+from commandbus.model.durations import roughly
+from commandbus.model.key_limit import MOST_COUNTED, NO_KEY, ON_FAILURE, KeyLine, OnFailure
 
 
 @click.group(cls=CliGroup)
@@ -47,9 +48,9 @@ def show(session: CliSession, domain: str, name: str, key: tuple[str, ...], limi
     session.answer(
         found,
         lambda: print_table(
-            columns("=key places :waiting override_ends_at? ~warning"),
-            [(item.key, f"{item.released} of {item.concurrency}", item.waiting, item.override_ends_at,
-              _warning(item)) for item in found],
+            columns("=key places :waiting next? override_ends_at? ~warning"),
+            [(item.key or NO_KEY, f"{item.released} of {item.concurrency}", _waiting(item), _next(item),
+              item.override_ends_at, _warning(item)) for item in found],
             empty="no key has unfinished commands",
         ),
     )  # fmt: skip
@@ -76,17 +77,18 @@ def set_key_limit(
 @keys.command()
 @click.argument("domain")
 @click.argument("name")
-@click.argument("key")
+@click.argument("key", required=False)
 @click.option("--concurrency", type=int, required=True, metavar="N", help="So many at once; 0 stops the key.")
 @click.option("--until", type=DURATION, required=True, metavar="TIME", help="For how long: 2h.")
 @click.pass_obj
-def override(session: CliSession, domain: str, name: str, key: str, concurrency: int, until: float) -> None:
-    """Give one key another concurrency for some time."""
+def override(session: CliSession, domain: str, name: str, key: str | None, concurrency: int, until: float) -> None:
+    """Give one KEY, or all keys, another concurrency for some time."""
     with session.bus() as bus:
         bus.key_limits.override(domain, name, key, concurrency=concurrency, until=until)
+    whose = "all keys" if key is None else f"key {key}"
     session.answer(
         {"domain": domain, "key_limit": name, "key": key, "concurrency": concurrency},
-        lambda: say(f"key {key} of {domain}/{name}: {concurrency} at once for this time"),
+        lambda: say(f"{whose} of {domain}/{name}: {concurrency} at once for this time"),
     )
 
 
@@ -99,6 +101,14 @@ def delete(session: CliSession, domain: str, name: str) -> None:
     with session.bus() as bus:
         bus.key_limits.delete(domain, name)
     session.answer({"domain": domain, "key_limit": name}, lambda: say(f"deleted key limit {domain}/{name}"))
+
+
+def _waiting(line: KeyLine) -> str:
+    return f"{line.waiting:,}{'+' if line.waiting >= MOST_COUNTED else ''}"
+
+
+def _next(line: KeyLine) -> str | None:
+    return None if line.next_seconds is None else f"in about {roughly(line.next_seconds)}"
 
 
 def _warning(line: KeyLine) -> str | None:

@@ -16,7 +16,7 @@ from commandbus.flow.commands.known_types import doubt_limit
 from commandbus.flow.limits.inspect import ControlAction, Estimate, LimitInfo, list_actions
 from commandbus.model.counting import counted
 from commandbus.model.durations import format_seconds, roughly
-from commandbus.model.limit import OPTIONS
+from commandbus.model.limit import PERMIT_OPTIONS
 
 ACTIONS = 10
 HOW_TO = (
@@ -60,7 +60,7 @@ def limits(ctx: click.Context) -> None:
     session: CliSession = ctx.obj
     with session.bus() as bus:
         found = bus.limits().items
-        undeclared = sorted({limit.name for limit in bus.settings.limits} - {item.name for item in found})
+        undeclared = sorted({limit.name for limit in bus.settings.permit_limits} - {item.name for item in found})
     session.answer(found, lambda: _print(found, undeclared))
 
 
@@ -135,8 +135,8 @@ def unset(
     """
     chosen = [option.removeprefix("--").replace("-", "_") for option in options]
     for option, key in zip(options, chosen, strict=True):
-        if key not in OPTIONS:
-            raise click.UsageError(f"a limit has no option {option!r}; it has {', '.join(OPTIONS)}")
+        if key not in PERMIT_OPTIONS:
+            raise click.UsageError(f"a limit has no option {option!r}; it has {', '.join(PERMIT_OPTIONS)}")
     with session.bus() as bus:
         try:
             info = bus.unset_limit(name, *chosen, operator=operator, reason=reason)

@@ -87,7 +87,7 @@ def send(
         command_type=command_type, data=_data(data, data_file), headers=_headers(headers) or None, **fields
     )
     plain = unique_key.split(new)[0]
-    send_flow.prepare(plain, max_bytes=settings.max_payload_bytes, takes_key=True)  # refused before we connect
+    send_flow.prepare(plain, max_bytes=settings.max_payload_bytes)  # refused before we connect
     with session.bus() as bus:
         receipt = bus.commands.save(domain, new)
     session.answer(
@@ -141,7 +141,7 @@ def read_commands(name: str, settings: Settings) -> dict[int, NewCommand]:
 
     def command_of(line: Any) -> NewCommand:
         new = _to_command(line)
-        send_flow.prepare(new, max_bytes=settings.max_payload_bytes, takes_key=True)
+        send_flow.prepare(new, max_bytes=settings.max_payload_bytes)
         return new
 
     return read_items(name, command_of, undone="nothing was sent")

@@ -131,8 +131,8 @@ class NewCommand:
     `unique` and what belongs to it (`unique_while`, `on_conflict`, `debounce`, `max_delay`) are for `send` and
     `bus.commands.save`; `send_many` and batches refuse them.
 
-    `key` puts the command into the line of this key, which the key limit `key_limit` rules; for `send` and
-    `send_many`.
+    `key` puts the command into the line of this key. `key_limit` names the limit of the key, if the command type
+    has none (`Limit(…, key="data.tenant_id")`).
     """
 
     command_type: str
@@ -206,10 +206,10 @@ class CommandRecord:
 
     `timeout` is its own deadline in seconds (0: none; None: its handler's or its worker's). While it runs,
     `progress` is what its handler told last, and `cancel_requested` says who asked to stop it. While it is parked,
-    `waiting_for` is "pause", "breaker", "limit" or "handler" (a worker that has one for its type), `waiting_note`
-    says why, and `waiting_until` until when, if that is known. Of one that waits for a limit: which
-    (`waiting_limit`), how many are before it (`waiting_ahead`), and how long that will take
-    (`waiting_estimated_seconds`; None: nobody can say).
+    `waiting_for` is "pause", "breaker", "limit", "handler" (a worker that has one for its type) or "key" (its turn
+    in the line of its key), `waiting_note` says why, and `waiting_until` until when, if that is known. Of one that
+    waits for a limit or for its turn: which limit (`waiting_limit`), how many are before it (`waiting_ahead`), and
+    how long that will take (`waiting_estimated_seconds`; None: nobody can say).
 
     `apart` says why its next attempt runs in a child process, where that is possible: "quarantine", "suspect" or
     "alone". None for a command that runs as its handler says, and for one that has ended.
@@ -268,7 +268,7 @@ class CommandRecord:
         if self.waiting_until is not None and left > 0:
             when = f"{self.waiting_until.astimezone():%H:%M:%S} (in about {roughly(left)})"
             return f"parked until {when}: {self.waiting_note}"
-        if self.waiting_ahead is None:
+        if self.waiting_ahead is None or self.waiting_for == "key":
             return self.waiting_note
         line = f"{self.waiting_ahead} ahead" if self.waiting_ahead else "next in line"
         if self.waiting_estimated_seconds is not None:

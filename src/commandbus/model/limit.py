@@ -19,6 +19,7 @@ from typing import Any, Final, Literal, TypedDict, Unpack, cast
 from commandbus.errors import ConfigurationError
 from commandbus.model.durations import Duration, format_seconds, parse_seconds
 from commandbus.model.json_values import Json
+from commandbus.model.key_limit import OnFailure, check_path, check_places
 from commandbus.model.names import shown
 
 StoreName = Literal["postgres", "redis"]
@@ -35,6 +36,7 @@ SLOWEST_FLOW: Final = 0.0008
 """Permits a second. A smaller flow means that none was given for minutes, and says nothing about the next."""
 """Over which time the measured rate is an average."""
 
+KEY_OPTIONS: Final = ("key", "ordered", "on_failure")
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,47}\Z")
 _ENVIRONMENT = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}\Z")
 _NUMBER = r"(\d+(?:\.\d+)?)"
@@ -147,6 +149,11 @@ class Limit:
     `store`: "redis" or "postgres"; None is Redis if `redis_url` is set. `environment`: part of the key's name;
     None is the deployment's. `shared`: programs outside the fleet (`commandbus.rate_limiter`) use its permits in
     Redis, too. Then nobody calls while Redis is away, and for one lease after it has lost its data.
+
+    `key`: the path of a key in a command, such as "data.tenant_id". Then the limit is for the commands of its
+    handlers: `concurrency` of one key at once, in all workers together. `ordered` (with concurrency 1): strictly
+    one after the other, in the order of sending. `on_failure`: a command in the troubleshooting queue keeps its
+    place ("block", the default if ordered) or gives it up ("step_aside"). Such a limit takes no other option.
     """
 
     name: str
@@ -163,9 +170,13 @@ class Limit:
     store: StoreName | None = None
     environment: str | None = None
     shared: bool = False
+    key: str | None = None
+    ordered: bool = False
+    on_failure: OnFailure | None = None
 
     def __post_init__(self) -> None:
         check_limit_name(self.name)
+        self._check_key()
         for name, lowest, value in (
             ("concurrency", 1, self.concurrency),
             ("burst", 1, self.burst),
@@ -205,6 +216,24 @@ class Limit:
             raise self._wrong("shared", self.shared, "true or false")
         if self.shared and self.store == "postgres":
             raise self._wrong("store", self.store, '"redis" if the limit is shared')
+
+    def _check_key(self) -> None:
+        """A limit with a key has no permits, so it takes no option that is about permits."""
+        if self.key is None:
+            for name, value, nothing in (("ordered", self.ordered, False), ("on_failure", self.on_failure, None)):
+                if value is not nothing:
+                    raise ConfigurationError(
+                        f"limit {self.name!r}: {name} ({shown(value)}) needs key, such as key='data.tenant_id'"
+                    )
+            return
+        for item in fields(self):
+            if item.name not in ("name", "concurrency", *KEY_OPTIONS) and getattr(self, item.name) != item.default:
+                raise ConfigurationError(
+                    f"limit {self.name!r}: {item.name} ({shown(getattr(self, item.name))}) cannot be given with "
+                    f"key; leave it out, or use two limits: limits=[tenant, docai]"
+                )
+        check_path(self.key, of=f"limit {self.name!r}")
+        check_places(self.concurrency, self.ordered, self.on_failure, of=f"limit {self.name!r}")
 
     @property
     def per_second(self) -> float | None:
@@ -276,6 +305,7 @@ class Limit:
 
 
 OPTIONS: Final = tuple(item.name for item in fields(Limit) if item.name != "name")
+PERMIT_OPTIONS: Final = tuple(name for name in OPTIONS if name not in KEY_OPTIONS)
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,7 +57,13 @@ _NAMED = (
     "running_in_batch(text, bigint)",
     "batch_waits(text, bigint, integer)",
 )
-_READING = ("audit_trail(text, text)", "unhandled_types(text[], integer)", "outcomes(text[], text[])", *_NAMED)
+_READING = (
+    "key_places(text, text, text)",
+    "audit_trail(text, text)",
+    "unhandled_types(text[], integer)",
+    "outcomes(text[], text[])",
+    *_NAMED,
+)
 _PRUNING = (
     "prune_commands(bigint, integer, bigint, double precision)",
     "prune_batches(bigint, integer, double precision)",
@@ -71,7 +77,7 @@ _FUNCTIONS: dict[str, tuple[str, ...]] = {
     "reader": _READING,
     "producer": (*_SENDING, *_NAMED),
     "limiter": (),
-    "worker": (*_SENDING, *_READING, *_PRUNING, *_LOGGING, "forget_timers(bigint[])"),
+    "worker": (*_SENDING, *_READING, *_PRUNING, *_LOGGING, "forget_timers(bigint[])", "key_of(text, json, json)"),
     "operator": (*_SENDING, *_READING, *_PRUNING, *_LOGGING, "forget_timers(bigint[])"),
 }
 
@@ -117,6 +123,7 @@ _WORKER = [
     ("INSERT, UPDATE", ("limits", "limit_mode")),
     ("INSERT, UPDATE, DELETE", ("keyed", "type_rule")),
     ("INSERT, UPDATE", ("key_limit",)),
+    ("DELETE", ("key_override",)),  # those that are over
     ("UPDATE", ("pause",)),  # FOR KEY SHARE needs it
 ]
 _OPERATOR = [

@@ -294,11 +294,17 @@ class Settings:
             )
         return limit.store or ("redis" if self.redis_url else "postgres")
 
+    @property
+    def permit_limits(self) -> list[Limit]:
+        """The given limits that have permits. Those with a key are for the lines of handlers' commands."""
+        return [limit for limit in self.limits if limit.key is None]
+
     def declared(self, limit: Limit) -> Limit:
         """The limit as these settings declare it. Raises if it needs Redis and there is none. If breakers are
         off, its breaker is off, too."""
         self.backend_of(limit)
-        return limit if self.breakers_enabled else limit.changed(breaker_failures=0)
+        has_breaker = limit.key is None and not self.breakers_enabled
+        return limit.changed(breaker_failures=0) if has_breaker else limit
 
     def tables(self) -> dict[str, dict[str, Json]]:
         """The given limits and breakers: `limits.docai` to its options, ready for JSON."""

@@ -45,6 +45,7 @@ from commandbus.worker.isolation.child_process import ChildProcess
 from commandbus.worker.isolation.isolation import Isolation
 from commandbus.worker.isolation.quarantine import Quarantine
 from commandbus.worker.limits import LimitedWork
+from commandbus.worker.lines import line_of
 from commandbus.worker.settler import Settler
 from commandbus.worker.unhandled_types import UnhandledTypes
 from commandbus.worker.worker_options import ROUTER_SLOTS, WorkerSpec
@@ -257,7 +258,8 @@ class Dispatcher:
     # --- deliver ----------------------------------------------------------------------------------------------
 
     def deliver(self, domain: str, rows: Sequence[tuple[Any, ...]], claimed_at: float) -> list[tuple[Any, ...]]:
-        """Hand rows to the lanes; returns those of unknown types, which the claimer parks."""
+        """Hand rows to the lanes; returns those of unknown types, which the claimer parks, and those that must
+        join the line of their key first."""
         if self._from_before:
             self._lose_reused(domain, rows)
         unhandled: list[tuple[Any, ...]] = []
@@ -269,6 +271,7 @@ class Dispatcher:
         limited: list[Attempt] = []
         chunked: list[Attempt] = []
         hold, command_type, handler, is_plain, is_unknown = self._held.add, None, None, False, False
+        has_key = False
         for row in rows:
             if row[COMMAND_TYPE] != command_type:
                 command_type = row[COMMAND_TYPE]
@@ -277,7 +280,11 @@ class Dispatcher:
                     handler is None or not (handler.is_async or handler.options.limits or handler.many)
                 )
                 is_unknown = handler is None and self._unhandled.parks
+                has_key = handler is not None and handler.options.key is not None
             if is_unknown:  # before its charge is looked at: the policy is its handler's
+                unhandled.append(row)
+                continue
+            if (has_key or row[OPTIONS] is not None) and line_of(handler, row) is not None:
                 unhandled.append(row)
                 continue
             attempt = Attempt(domain, row, handler, claimed_at)

@@ -19,7 +19,19 @@ from commandbus.clock import monotonic
 from commandbus.db.service import DatabaseService
 from commandbus.db.transient_errors import PassingError
 from commandbus.flow.keys.exist import CHANNEL
-from commandbus.flow.keys.release import BITE, LineKey, find_new, forget, freed, release
+from commandbus.flow.keys.release import (
+    FIRST,
+    KEYS,
+    LineKey,
+    Released,
+    end_overrides,
+    ended,
+    find_new,
+    forget,
+    freed,
+    note_seconds,
+    release,
+)
 from commandbus.logger import safe_logger
 from commandbus.settings import Settings
 
@@ -29,7 +41,7 @@ IDLE_SECONDS: Final = 0.25
 AGAIN_SECONDS: Final = 0.02  # somebody else has locked a key or a command
 SWEEP_SECONDS: Final = 0.5
 TROUBLED_SECONDS: Final = 3.0
-KEYS_AT_ONCE: Final = 200
+NOTE_SECONDS: Final = 2.0
 
 
 class KeyReleaser(DatabaseService):
@@ -42,7 +54,11 @@ class KeyReleaser(DatabaseService):
         self._domains = list(domains)
         self._settled: deque[tuple[str, LineKey]] = deque()
         self._pending: dict[str, set[LineKey]] = {domain: set() for domain in domains}
+        self._new_after = dict.fromkeys(domains, FIRST)
+        self._ended_after: dict[str, tuple[str, str, int] | None] = dict.fromkeys(domains)
+        self._seconds: dict[tuple[str, str], float] = {}
         self._sweep_at = 0.0
+        self._note_at = 0.0
         self._after = 0
         self._is_quiet = False  # the last round found nothing to release
 
@@ -82,24 +98,42 @@ class KeyReleaser(DatabaseService):
 
     def _release(self, domain: str) -> bool:
         """Release what can be released now. Returns whether there may be more."""
-        new = self._connection.run(find_new(domain))
+        new = self._connection.run(find_new(domain, self._new_after[domain]))
+        started = self._new_after[domain]
+        self._new_after[domain] = new[-1].key if len(new) == KEYS else FIRST
         pending = self._pending[domain]
-        keys = [pending.pop() for _ in range(min(len(pending), KEYS_AT_ONCE))]
+        keys = [pending.pop() for _ in range(min(len(pending), KEYS))]
         if not new and not keys:
-            return False
+            return started != FIRST  # from the beginning again
         pending.update(keys)  # if the database fails, they are looked at again
         found = self._connection.run(release(domain, keys, new))
         pending.difference_update(keys)
         pending |= found.again
-        return found.commands > 0 or len(new) == BITE
+        self._note(domain, found)
+        is_new = any(item.key not in found.again for item in new)
+        return found.commands > 0 or is_new or len(keys) == KEYS
+
+    def _note(self, domain: str, found: Released) -> None:
+        """Note now and then how long commands of a key limit take: people are told when the next one begins."""
+        self._seconds |= {(domain, name): seconds for name, seconds in found.seconds.items()}
+        if self._seconds and (now := monotonic()) >= self._note_at:
+            self._note_at = now + NOTE_SECONDS
+            for (of_domain, name), seconds in self._seconds.items():
+                self._connection.run(note_seconds(of_domain, name, seconds))
+            self._seconds.clear()
 
     def _sweep(self) -> None:
         now = monotonic()
         if now < self._sweep_at:
             return
         self._sweep_at = now + SWEEP_SECONDS
+        for domain in self._domains:
+            left = self._connection.run(ended(domain, self._ended_after[domain]))
+            self._ended_after[domain] = left.after
+            self._pending[domain] |= left.keys
         self._connection.run(forget(self._domains, self._after))
         found = self._connection.run(freed(self._domains, self._after))
         self._after = found.after or 0
-        for domain, keys in found.keys.items():
-            self._pending[domain] |= keys
+        for keys in (found.keys, self._connection.run(end_overrides(self._domains))):
+            for domain, of_domain in keys.items():
+                self._pending[domain] |= of_domain

@@ -7,11 +7,12 @@ does with its permits is in worker/limit_use.py.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 from commandbus.db.service import DatabaseService
 from commandbus.db.service_connection import LastingConnection
 from commandbus.errors import ConfigurationError, UnknownLimitError
+from commandbus.flow.keys.declare import declare_keys
 from commandbus.flow.limits.declare import LimitRow, declare, is_awaited, list_limits, location_of
 from commandbus.limits.client import LimitClient
 from commandbus.limits.make_client import make_limit_client, settle_limits
@@ -24,6 +25,7 @@ from commandbus.settings import Settings
 from commandbus.worker.execution.attempt import Attempt
 from commandbus.worker.execution.execute import Ended, LimitDecides, Written
 from commandbus.worker.execution.handlers import HandlerRegistry
+from commandbus.worker.execution.key_rules import key_limits, name_keys, rules
 from commandbus.worker.exhaustion import ExhaustedError, is_exhaustion
 from commandbus.worker.limit_use import LimitUse
 
@@ -33,11 +35,16 @@ LIMITS_DEGRADED = "limits_degraded"
 """The reason under which a worker's health says so."""
 
 
-def check_limits(connection: LastingConnection, settings: Settings, handlers: HandlerRegistry) -> bool:
+def check_limits(
+    connection: LastingConnection, settings: Settings, handlers: HandlerRegistry, domains: Collection[str]
+) -> bool:
     """Declare the limits of settings and handlers, and check that every limit that a handler names is known.
     Returns whether there are any: commands may be parked since the last worker stopped."""
     declared = settle_limits([*settings.limits, *handlers.limits], settings)
-    for note in connection.run(declare(declared, location_of(settings))):
+    name_keys(handlers, declared)
+    keys = declare_keys(key_limits(handlers, declared, domains), rules(handlers, domains))
+    shared = declare([limit for limit in declared if limit.key is None], location_of(settings))
+    for note in [*connection.run(shared), *connection.run(keys)]:
         logger.warning("%s", note)
     rows: dict[str, LimitRow] = {row.name: row for row in connection.run(list_limits())}
     for handler in handlers:

@@ -22,6 +22,7 @@ from commandbus.logger import safe_logger
 from commandbus.model.durations import format_seconds
 from commandbus.settings import Settings
 from commandbus.worker.execution.handlers import HandlerRegistry
+from commandbus.worker.lines import line_of
 
 logger = safe_logger("commandbus.worker")
 
@@ -74,12 +75,16 @@ class UnhandledTypes:
                 self._due[domain][command_type] = None
 
     def marked(self, domain: str, rows: Sequence[tuple[Any, ...]]) -> list[ClaimedRow]:
-        """Those rows, marked to be parked if this worker has no handler for them."""
+        """Those rows, marked to be parked if this worker has no handler for them, or to join the line of their
+        key."""
         return [self._marked(domain, ClaimedRow(*row)) for row in rows]
 
     def _marked(self, domain: str, row: ClaimedRow) -> ClaimedRow:
-        if not self.parks or row.id is None or self._handlers.get(domain, row.command_type) is not None:
+        if row.id is None:
             return row
+        handler = self._handlers.get(domain, row.command_type)
+        if handler is not None or not self.parks:
+            return row._replace(line=line_of(handler, row))
         self._say_parked(domain, row.command_type)
         return row._replace(unhandled=note(domain, row.command_type, self._settings.unknown_type_timeout))
 

@@ -390,7 +390,7 @@ class Worker:
                         connection.run(create_domain(domain))
                     except SchemaError as error:
                         raise UnknownDomainError(domain) from error
-            self._has_limits = check_limits(connection, settings, self._handlers)
+            self._has_limits = check_limits(connection, settings, self._handlers, self.domains)
         finally:
             connection.close()
 

@@ -11,7 +11,7 @@ from commandbus.errors import InvalidCommandError
 from commandbus.flow.keys import operate
 from commandbus.model import names
 from commandbus.model.durations import Duration, parse_seconds
-from commandbus.model.key_limit import KeyLimit, KeyLine, OnFailure
+from commandbus.model.key_limit import MOST_PLACES, KeyLimit, KeyLine, OnFailure
 
 
 class KeyLimitRepository(Repository):
@@ -37,13 +37,15 @@ class KeyLimitRepository(Repository):
         return self._bus.run(operate.set_key_limit(limit), conn)
 
     def override(
-        self, domain: str, name: str, key: str, *, concurrency: int, until: Duration, conn: object = None
+        self, domain: str, name: str, key: str | None, *, concurrency: int, until: Duration, conn: object = None
     ) -> None:
-        """Give one key another concurrency for some time; 0 stops it for that time."""
+        """Give one key another concurrency for some time; 0 stops it for that time. The key None means all keys
+        that have no override of their own."""
         names.check_domain(domain)
-        names.check_count(concurrency, "concurrency", least=0, most=1_000_000)
+        names.check_count(concurrency, "concurrency", least=0, most=MOST_PLACES)
         seconds = parse_seconds(until, name="until", error=InvalidCommandError)
-        operation = operate.override(domain, name, names.check_id(key, "key"), concurrency, seconds)
+        of_key = None if key is None else names.check_id(key, "key")
+        operation = operate.override(domain, name, of_key, concurrency, seconds)
         return self._bus.run(operation, conn)
 
     def delete(self, domain: str, name: str, *, conn: object = None) -> None:
@@ -63,7 +65,9 @@ class KeyLimitRepository(Repository):
         limit: int = 100,
         conn: object = None,
     ) -> builtins.list[KeyLine]:
-        """The keys that have unfinished commands, those with the most waiting first; or these `keys` only."""
+        """The keys that have unfinished commands, those with the most waiting first; or these `keys` only.
+
+        It looks at the first 2,000 keys, and counts up to 100,000 commands of a key."""
         return self._bus.run(operate.list_lines(domain, name, keys=keys, limit=limit), conn)
 
 

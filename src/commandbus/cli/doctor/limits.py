@@ -38,7 +38,7 @@ def examine(conn: Conn, settings: Settings) -> Findings:
 def _declarations(rows: list[LimitRow], settings: Settings) -> Findings:
     """Are the declarations of these settings in effect? The last program to start wins."""
     known = {row.name: row for row in rows}
-    for limit in settings.limits:
+    for limit in settings.permit_limits:
         row = known.get(limit.name)
         if row is not None and row.declared is not None and row.declared != limit.to_json():
             yield warn(

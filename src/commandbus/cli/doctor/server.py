@@ -305,7 +305,7 @@ def _is_readable(conn: Conn, table: str) -> bool:
 def _limit_client_connections(conn: Conn, settings: Settings) -> int:
     """If limits are used, a worker has a connection for them, and one more if some are kept in Redis."""
     is_readable = _is_readable(conn, "limits")
-    kept = {settings.backend_of(limit) for limit in settings.limits}
+    kept = {settings.backend_of(limit) for limit in settings.permit_limits}
     if is_readable:
         kept |= {row[0] for row in conn.execute(b"SELECT DISTINCT store FROM commandbus.limits").fetchall()}
     return bool(kept) + ("redis" in kept)

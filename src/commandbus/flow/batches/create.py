@@ -20,6 +20,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import psycopg
 from psycopg import errors as pg
 
 from commandbus import sql
@@ -35,6 +36,7 @@ from commandbus.flow.batches import membership
 from commandbus.flow.batches.fold_and_complete import fold_now
 from commandbus.flow.commands import send
 from commandbus.flow.commands.send import Outgoing
+from commandbus.flow.keys.send import explain_key
 from commandbus.flow.operation import Statement, Steps, operation
 from commandbus.model import names, payload
 from commandbus.model.batch import COMPLETE_WHEN, CreatedBatch, completion_of, dump_json
@@ -336,6 +338,8 @@ def _send(domain: str, batch: int, chunk: list[Outgoing], *, counts: bool) -> St
         raise InvalidCommandError(
             "the data of a command is nested too deeply for the server to read (max_stack_depth)"
         ) from None
+    except psycopg.Error as error:
+        raise explain_key(domain, error) or error from None
     sent, exists = rows[0]
     if sent < len(chunk):
         raise DuplicateMemberError(domain, exists)

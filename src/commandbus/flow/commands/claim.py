@@ -11,6 +11,7 @@ The claim itself is one statement and one row write per message. Unusual rows ar
 - The command type is paused, or its breaker is not closed: the command is parked. The breaker's probe runs.
 - This worker has no handler for the type: the command is parked for a worker that has one
   (flow/commands/unhandled_types.py).
+- It has a key, and has not been released from the line of its key: it joins that line (flow/keys/join.py).
 
 Until such an operation has run, the row is only leased to this worker: a crash in between changes nothing.
 """
@@ -31,6 +32,7 @@ from commandbus.flow.commands.claimed_row import BEFORE, ID, IS_PAUSED, QUARANTI
 from commandbus.flow.commands.renew import Held, pending_cancels
 from commandbus.flow.commands.send import explain_missing
 from commandbus.flow.commands.settle import Settlement, cancellation, given_back, of_row, settle
+from commandbus.flow.keys.join import join
 from commandbus.flow.operation import Statement, Steps, operation
 from commandbus.model import envelope, names, payload
 from commandbus.model.command import NewCommand
@@ -214,8 +216,11 @@ def put_right(
         )
         canceled |= {msg_id: cancellation(by, reason) for msg_id, by, reason in asked}
         yield from _tell(domain, {row.command_type for row in paused if row.unhandled})
-    yield from _cancel(domain, worker, [row for row in ours if row.msg_id in canceled], canceled)
     free = [row for row in ours if not row.is_paused and not row.unhandled and row.msg_id not in canceled]
+    if joining := [row for row in free if row.line is not None]:
+        canceled |= yield from join(domain, worker, joining)
+        free = [row for row in free if row.line is None]
+    yield from _cancel(domain, worker, [row for row in ours if row.msg_id in canceled], canceled)
     return (yield from _admit(domain, worker, free, room)), adopted
 
 

@@ -24,10 +24,18 @@ class Fence(NamedTuple):
     number: int
 
 
+class Line(NamedTuple):
+    """The line that a claimed command joins before it runs: its key limit, and its key or the path of it."""
+
+    key_limit: str
+    key: str | None
+    key_path: str | None
+
+
 class RareOptions(NamedTuple):
     """Options that few commands have: seconds until it expires, its own `on_exhausted`, how often it was snoozed,
-    how many seconds ago the first snooze was, its key with the limit of that key, and whether it must not run in a
-    chunk. Seconds count from the claim, by the server's clock."""
+    how many seconds ago the first snooze was, its key with the limit of that key, whether it must not run in a
+    chunk, and its state in the line of its key. Seconds count from the claim, by the server's clock."""
 
     expires_in: float | None = None
     on_exhausted: OnExhausted | None = None
@@ -36,6 +44,7 @@ class RareOptions(NamedTuple):
     key_limit: str | None = None
     key: str | None = None
     is_single: bool | None = None
+    key_state: str | None = None
 
     @classmethod
     def read(cls, text: str | None) -> RareOptions:
@@ -83,6 +92,7 @@ class ClaimedRow(NamedTuple):
     alone: bool | None = None
     options: str | None = None
     unhandled: str | None = None
+    line: Line | None = None
 
     def fence(self, domain: str) -> Fence:
         """Returns the fence of its attempt. A raw message has none: it is not a command."""
@@ -139,5 +149,6 @@ class ClaimedRow(NamedTuple):
     ALONE,
     OPTIONS,
     _UNHANDLED,
+    _LINE,
 ) = range(len(ClaimedRow._fields))
 """The positions of the columns, for readers of plain tuples: the claim, the dispatcher and `Attempt`."""

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from datetime import datetime
+from datetime import UTC, datetime, timedelta
 from typing import NamedTuple
 
 from commandbus import sql
 from commandbus.flow.breakers.breaker import explain
 from commandbus.flow.commands.unhandled_types import note_of_now, unhandled_types
+from commandbus.flow.keys.positions import Position, positions
 from commandbus.flow.limits.inspect import LineEstimate, lines_of
 from commandbus.flow.operation import Row, Statement, Steps
 from commandbus.model.command import CancelRequest, CommandRecord, CommandStatus
@@ -21,6 +22,8 @@ from commandbus.model.payload import loads_or_none
 from commandbus.model.retry import OnExhausted
 
 HANDLER = "handler"  # what a parked command waits for: a worker that has a handler for its type
+KEY = "key"  # … or its turn in the line of its key
+HIDDEN = timedelta(days=365 * 8)
 QueueKey = tuple[str, int]  # domain and msg_id
 
 
@@ -115,6 +118,7 @@ def complete(rows: Sequence[Row]) -> Steps[list[CommandRecord]]:
             estimates = yield from lines_of(domain, limited)
             lines |= {(domain, msg_id): line for msg_id, line in estimates.items()}
     unhandled = yield from _unhandled(queued)
+    in_line = yield from _in_line(commands, queued)
     records = []
     for command in commands:
         key = (command.domain, command.msg_id)
@@ -122,6 +126,8 @@ def complete(rows: Sequence[Row]) -> Steps[list[CommandRecord]]:
         if row := queued.get(key):
             note = unhandled.get((command.domain, command.command_type))
             record = _with_queue_row(record, command, row, lines.get(key), note)
+        if (position := in_line.get(command.id)) is not None:
+            record = _with_position(record, position)
         records.append(record)
     return records
 
@@ -134,6 +140,29 @@ def _unhandled(queued: Mapping[QueueKey, QueueRow]) -> Steps[dict[tuple[str, str
         return {}
     found = yield from unhandled_types(domains, most=1)
     return {(item.domain, item.command_type): note_of_now(item) for item in found}
+
+
+def _in_line(commands: Sequence[CommandRow], queued: Mapping[QueueKey, QueueRow]) -> Steps[dict[int, Position]]:
+    """Commands that wait for their turn. Only those that are hidden for years, and not parked, are looked at."""
+    far = datetime.now(UTC) + HIDDEN
+    hidden = [
+        command.id
+        for command in commands
+        if (row := queued.get((command.domain, command.msg_id))) and not row.parked_for and row.visible_at > far
+    ]
+    return (yield from positions(hidden)) if hidden else {}
+
+
+def _with_position(record: CommandRecord, position: Position) -> CommandRecord:
+    return replace(
+        record,
+        visible_at=None,
+        waiting_for=KEY,
+        waiting_note=position.text,
+        waiting_limit=position.key_limit,
+        waiting_ahead=position.before,
+        waiting_estimated_seconds=position.seconds,
+    )
 
 
 def _settled_side(row: CommandRow) -> CommandRecord:

@@ -51,6 +51,24 @@ OUR_IDS = {
 }
 
 
+MOST_RULED = 10_000
+_ruled: set[tuple[str, str]] = set()
+"""Command types (domain, type) that had a rule when this program last sent one: the next send asks for it at once.
+It is a hint, and never wrong in its effect: `commandbus.send_keyed` applies the rule that there is, or none."""
+
+
+def may_have_rule(domain: str, command_type: str) -> bool:
+    """Had this type a rule when this program last sent a command of it?"""
+    return bool(_ruled) and (domain, command_type) in _ruled
+
+
+def note_rules(domain: str, sent: set[str], ruled: set[str]) -> None:
+    """Of the types that were sent, these have a rule."""
+    _ruled.difference_update((domain, command_type) for command_type in sent - ruled)
+    if len(_ruled) < MOST_RULED:
+        _ruled.update((domain, command_type) for command_type in ruled)
+
+
 class Outgoing(NamedTuple):
     """A checked command, its JSON dumped: what is compared and stored."""
 
@@ -71,13 +89,13 @@ class Outgoing(NamedTuple):
     has_own_id: bool  # the caller chose the command_id, so it may exist already
 
 
-def prepare(new: NewCommand, *, max_bytes: int = payload.DEFAULT_MAX_BYTES, takes_key: bool = False) -> Outgoing:
+def prepare(new: NewCommand, *, max_bytes: int = payload.DEFAULT_MAX_BYTES) -> Outgoing:
     """Check a command and dump its JSON before anything is sent. InvalidCommandError names what is wrong."""
     if isinstance(new.command_id, UUID) or isinstance(new.correlation_id, UUID):
         new = _with_text_ids(new)
     envelope.check(new)
     unique_key.refuse(new)
-    check_key(new, is_accepted=takes_key)
+    check_key(new)
     return Outgoing(
         command_id=new_command_id() if new.command_id is None else new.command_id,
         command_type=new.command_type,
@@ -98,16 +116,12 @@ def prepare(new: NewCommand, *, max_bytes: int = payload.DEFAULT_MAX_BYTES, take
 
 
 def prepare_all(
-    commands: Iterable[NewCommand | Mapping[str, object]],
-    *,
-    max_bytes: int,
-    of: str = "send_many",
-    takes_key: bool = False,
+    commands: Iterable[NewCommand | Mapping[str, object]], *, max_bytes: int, of: str = "send_many"
 ) -> Iterator[Outgoing]:
     """Check commands one by one as they come. The error names the number of the bad one, counted from 1."""
     for number, item in enumerate(commands, 1):
         try:
-            prepared = prepare(to_new_command(item), max_bytes=max_bytes, takes_key=takes_key)
+            prepared = prepare(to_new_command(item), max_bytes=max_bytes)
         except InvalidCommandError as error:
             raise InvalidCommandError(f"command {number} of {of}: {error}") from None
         yield prepared
@@ -117,6 +131,8 @@ def prepare_all(
 def send(domain: str, outgoing: Outgoing, bus: object = None) -> Steps[SentCommand]:
     """Send one command. Returns the existing one if it was sent before with the same content. `bus`: whose receipt
     it is."""
+    if outgoing.key is not None or may_have_rule(domain, outgoing.command_type):
+        return (yield from _send_by_rule(domain, [outgoing], bus))[0]
     try:
         rows = yield _statement(domain, outgoing)
     except (pg.UndefinedTable, pg.InvalidSchemaName) as error:
@@ -127,13 +143,16 @@ def send(domain: str, outgoing: Outgoing, bus: object = None) -> Steps[SentComma
         ) from None
     if rows:
         return given_by(bus, SentCommand(domain, outgoing.command_id, rows[0][0]))
-    existing = yield from find_existing(domain, [outgoing])
-    return given_by(bus, existing[outgoing.command_id])
+    if outgoing.has_own_id and (existing := (yield from _existing(domain, [outgoing]))):
+        return given_by(bus, existing[outgoing.command_id])
+    return (yield from _send_by_rule(domain, [outgoing], bus))[0]
 
 
 @operation(atomic=True)
 def send_chunk(domain: str, outgoing: Sequence[Outgoing], bus: object = None) -> Steps[list[SentCommand]]:
     """Send many commands, all or none. `bus`: whose receipts they are."""
+    if any(item.key is not None or may_have_rule(domain, item.command_type) for item in outgoing):
+        return (yield from _send_by_rule(domain, outgoing, bus))
     parts = CALLERS_IDS if any(item.has_own_id for item in outgoing) else OUR_IDS
     unique = once_each(domain, outgoing)
     try:
@@ -144,6 +163,8 @@ def send_chunk(domain: str, outgoing: Sequence[Outgoing], bus: object = None) ->
         raise InvalidCommandError(
             "the data is nested too deeply for the server to read (max_stack_depth)"
         ) from None
+    if unique and not rows:
+        return (yield from _send_by_rule(domain, outgoing, bus))
     ids = [row[0] for row in rows] if parts is CALLERS_IDS else list(unique)
     sent = {command_id: _receipt(domain, command_id, row[1]) for command_id, row in zip(ids, rows, strict=True)}
     if len(sent) < len(unique):
@@ -187,7 +208,7 @@ def _statement(domain: str, outgoing: Outgoing) -> Statement:
     conflict = ON_CONFLICT if has_own_id else ""
     if rest == _NOTHING_MORE:
         statement = sql.text("commands/send_plain", domain=domain, conflict=conflict)
-        return Statement(statement, (command_id, command_type, data), only_inserts=True)
+        return Statement(statement, (command_id, command_type, data, command_type), only_inserts=True)
     return Statement(
         sql.text("commands/send", domain=domain, conflict=conflict),
         {
@@ -216,11 +237,18 @@ _NOTHING_BUT_DATA = (*_NOTHING_MORE, False)
 def _many(domain: str, outgoing: Sequence[Outgoing], parts: Mapping[str, str]) -> Statement:
     if not outgoing or any(item[3:] != _NOTHING_BUT_DATA for item in outgoing):
         text = sql.text("commands/send_many", domain=domain, **parts)
-        return Statement(text, {"domain": domain, "rows": json_rows(outgoing)}, only_inserts=True)
+        kinds = _array({item.command_type for item in outgoing})
+        return Statement(text, {"domain": domain, "rows": json_rows(outgoing), "kinds": kinds}, only_inserts=True)
     ids, types, data, *_ = zip(*outgoing, strict=True)
     return Statement(
         sql.text("commands/send_many_plain", domain=domain),
-        {"domain": domain, "ids": _array(ids), "types": _array(types), "data": _array(data)},
+        {
+            "domain": domain,
+            "ids": _array(ids),
+            "types": _array(types),
+            "kinds": _array(set(types)),
+            "data": _array(data),
+        },
         only_inserts=True,
     )
 
@@ -237,23 +265,33 @@ def expiry_params(outgoing: Outgoing) -> dict[str, float | str | None]:
     return {"expires_in": None if is_moment else expires, "expires_at": expires if is_moment else None}
 
 
+def _send_by_rule(domain: str, outgoing: Sequence[Outgoing], bus: object) -> Steps[list[SentCommand]]:
+    """Some have keys, or nothing was sent because a type has a rule: the server applies the rules."""
+    from commandbus.flow.keys.send import send_keyed  # it needs us
+
+    sent = yield from send_keyed(domain, outgoing).steps
+    return [given_by(bus, receipt) for receipt in sent]
+
+
 def find_existing(domain: str, wanted: Sequence[Outgoing]) -> Steps[dict[str, SentCommand]]:
     """Returns commands that were sent before, if their content is the same; else raises DuplicateCommandError."""
-    rows = yield Statement(sql.text("commands/find_existing"), {"domain": domain, "rows": json_rows(wanted)})
-    found = {command_id: (id_, difference) for command_id, id_, difference in rows}
-    existing = {}
+    existing = yield from _existing(domain, wanted)
     for item in wanted:
-        if item.command_id not in found:
+        if item.command_id not in existing:
             raise DuplicateCommandError(
                 domain,
                 item.command_id,
                 "content that this transaction cannot see yet (retry the transaction)",
             )
-        id_, difference = found[item.command_id]
-        if difference is not None:
-            raise DuplicateCommandError(domain, item.command_id, difference)
-        existing[item.command_id] = SentCommand(domain, item.command_id, id_, created=False)
     return existing
+
+
+def _existing(domain: str, wanted: Sequence[Outgoing]) -> Steps[dict[str, SentCommand]]:
+    rows = yield Statement(sql.text("commands/find_existing"), {"domain": domain, "rows": json_rows(wanted)})
+    for command_id, _, difference in rows:
+        if difference is not None:
+            raise DuplicateCommandError(domain, command_id, difference)
+    return {command_id: SentCommand(domain, command_id, id_, created=False) for command_id, id_, _ in rows}
 
 
 def _difference(item: Outgoing, other: Outgoing) -> str | None:
@@ -306,8 +344,10 @@ def json_rows(outgoing: Iterable[Outgoing]) -> str:
             row += f',"o":{item.timeout_seconds!r}'
         if item.on_exhausted is not None:
             row += f',"f":"{item.on_exhausted}"'
-        if item.key is not None and item.key_limit is not None:
-            row += f',"k":{quote(item.key)},"l":{quote(item.key_limit)}'
+        if item.key is not None:
+            row += f',"k":{quote(item.key)}'
+        if item.key_limit is not None:
+            row += f',"l":{quote(item.key_limit)}'
         if isinstance(item.expires, str):
             row += f',"z":"{item.expires}"'
         elif item.expires is not None:

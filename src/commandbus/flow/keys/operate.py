@@ -7,25 +7,34 @@ from collections.abc import Sequence
 from commandbus import sql
 from commandbus.errors import InvalidOperationError, UnknownKeyLimitError
 from commandbus.flow.keys.exist import CHANNEL
+from commandbus.flow.keys.release import look_again
 from commandbus.flow.operation import Statement, Steps, operation
-from commandbus.model.key_limit import KeyLimit, KeyLine
+from commandbus.model import names
+from commandbus.model.key_limit import MOST_COUNTED, KeyLimit, KeyLine
+
+KEYS_LOOKED_AT = 2000
+COUNTED_IN_LIST = 1000
 
 
 @operation(atomic=True)
 def set_key_limit(limit: KeyLimit) -> Steps[KeyLimit]:
     """Create a key limit, or change it. What is released already stays released."""
-    yield Statement(
-        sql.text("keys/set"),
-        {
-            "domain": limit.domain,
-            "name": limit.name,
-            "concurrency": limit.concurrency,
-            "ordered": limit.ordered,
-            "aside": limit.on_failure == "step_aside",
-        },
-    )
-    yield from _look_again(limit.domain, limit.name, None)
+    yield set_statement(limit)
+    yield from look_again(limit.domain, limit.name, None)
     return limit
+
+
+def set_statement(limit: KeyLimit, *, declared: str | None = None) -> Statement:
+    """Store a key limit; `declared` is what a worker declares, and stays as it was if a person sets it."""
+    values = {
+        "domain": limit.domain,
+        "name": limit.name,
+        "concurrency": limit.concurrency,
+        "ordered": limit.ordered,
+        "aside": limit.on_failure == "step_aside",
+        "declared": declared,
+    }
+    return Statement(sql.text("keys/set"), values)
 
 
 @operation(atomic=True)
@@ -42,15 +51,15 @@ def delete_key_limit(domain: str, name: str) -> Steps[None]:
 
 
 @operation(atomic=True)
-def override(domain: str, name: str, key: str, concurrency: int, seconds: float) -> Steps[None]:
-    """Give one key another concurrency for some time."""
+def override(domain: str, name: str, key: str | None, concurrency: int, seconds: float) -> Steps[None]:
+    """Give one key, or all (None), another concurrency for some time."""
     rows = yield Statement(
         sql.text("keys/override"),
-        {"domain": domain, "name": name, "key": key, "concurrency": concurrency, "seconds": seconds},
+        {"domain": domain, "name": name, "key": key or "", "concurrency": concurrency, "seconds": seconds},
     )
     if not rows:
         raise UnknownKeyLimitError(domain, name)
-    yield from _look_again(domain, name, key)
+    yield from look_again(domain, name, key)
 
 
 @operation(atomic=False)
@@ -65,14 +74,34 @@ def list_key_limits(domain: str | None) -> Steps[list[KeyLimit]]:
 
 @operation(atomic=False)
 def list_lines(domain: str, name: str, *, keys: Sequence[str] | None, limit: int) -> Steps[list[KeyLine]]:
-    """The keys of a limit that have unfinished commands: those with the most waiting first."""
+    """The keys of a limit that have unfinished commands: those with the most waiting first, of the first 2,000."""
+    return (yield from _lines(domain, name, keys, limit))
+
+
+def _lines(domain: str, name: str, keys: Sequence[str] | None, limit: int) -> Steps[list[KeyLine]]:
     rows = yield Statement(
         sql.text("keys/lines"),
-        {"domain": domain, "name": name, "keys": None if keys is None else list(keys), "limit": limit},
+        {
+            "domain": domain,
+            "name": name,
+            "keys": None if keys is None else list(keys),
+            "limit": names.check_count(limit, "limit"),
+            "keys_most": KEYS_LOOKED_AT,
+            "most": MOST_COUNTED if keys is not None else COUNTED_IN_LIST,
+        },
     )
-    return [KeyLine(*row) for row in rows]
+    lines = [KeyLine(*row) for row in rows]
+    if keys is None and (full := [line.key for line in lines if line.waiting >= COUNTED_IN_LIST]):
+        counted = yield from _lines(domain, name, full, len(full))
+        lines = sorted(
+            [*counted, *(line for line in lines if line.key not in full)],
+            key=lambda line: (-line.waiting, line.key),
+        )
+    return lines
 
 
-def _look_again(domain: str, name: str, key: str | None) -> Steps[None]:
-    """Let workers look at the lines again: there may be more places now."""
-    yield Statement(sql.text("keys/look_again"), {"domain": domain, "name": name, "key": key, "channel": CHANNEL})
+def tell(domain: str) -> Statement:
+    """Let workers look whether this domain has key limits."""
+    return Statement(
+        b"SELECT pg_catalog.pg_notify(%(channel)s, %(domain)s)", {"channel": CHANNEL, "domain": domain}
+    )

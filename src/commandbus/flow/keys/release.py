@@ -11,9 +11,14 @@ from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from commandbus import sql
+from commandbus.flow.keys.exist import CHANNEL
 from commandbus.flow.operation import Statement, Steps, operation
 
 BITE = 1000
+KEYS = 100
+"""So many keys are locked at once: the server has room for some thousand locks of all sessions."""
+EACH = 100
+"""So many new commands of a key are noted at once."""
 
 
 class LineKey(NamedTuple):
@@ -23,18 +28,30 @@ class LineKey(NamedTuple):
     key: str
 
 
-class NewInLine(NamedTuple):
-    """A command that has joined the line of its key."""
+FIRST = LineKey("", "")
 
-    command: int
+
+class NewInLine(NamedTuple):
+    """A key, and commands that have joined its line."""
+
     key: LineKey
+    commands: list[int]
 
 
 class Released(NamedTuple):
-    """How many commands were released, and the keys that are to be looked at again."""
+    """How many commands were released, the keys that are to be looked at again, and by key limit, for how many
+    seconds commands that have completed had their places."""
 
     commands: int
     again: frozenset[LineKey]
+    seconds: dict[str, float]
+
+
+class Ended(NamedTuple):
+    """Where the next look begins (None: everything was looked at), and the keys to release."""
+
+    after: tuple[str, str, int] | None
+    keys: set[LineKey]
 
 
 class Freed(NamedTuple):
@@ -45,10 +62,14 @@ class Freed(NamedTuple):
 
 
 @operation(atomic=False)
-def find_new(domain: str) -> Steps[list[NewInLine]]:
-    """Commands whose keys nobody has looked at since they were sent."""
-    rows = yield Statement(sql.text("keys/find_new"), {"domain": domain, "bite": BITE})
-    return [NewInLine(command, LineKey(key_limit, key)) for command, key_limit, key in rows]
+def find_new(domain: str, after: LineKey = FIRST) -> Steps[list[NewInLine]]:
+    """The next keys that nobody has looked at since commands joined their lines."""
+    rows = yield Statement(
+        sql.text("keys/find_new"),
+        {"domain": domain, "after_limit": after.key_limit, "after_key": after.key, "bite": KEYS, "each": EACH},
+        by_keys=True,
+    )
+    return [NewInLine(LineKey(key_limit, key), commands) for key_limit, key, commands in rows]
 
 
 @operation(atomic=True)
@@ -59,19 +80,62 @@ def release(domain: str, keys: Collection[LineKey], new: Sequence[NewInLine] = (
     locked = {LineKey(*row) for row in rows}
     again = {key for key in wanted if key not in locked}
     if not locked:
-        return Released(0, frozenset(again))
+        return Released(0, frozenset(again), {})
     rows = yield Statement(
         sql.text("keys/release", domain=domain), {"domain": domain, **_params(sorted(locked))}, by_keys=True
     )
-    again |= {LineKey(row[0], row[1]) for row in rows[1:]}
-    if seen := [item.command for item in new if item.key not in again]:
+    again |= {LineKey(row[0], row[1]) for row in rows[1:] if row[1] is not None}
+    if seen := [command for item in new if item.key not in again for command in item.commands]:
         yield Statement(sql.text("keys/noted"), {"commands": seen}, by_keys=True)
-    return Released(rows[0][2], frozenset(again))
+    return Released(int(rows[0][2]), frozenset(again), {row[0]: row[2] for row in rows[1:] if row[1] is None})
+
+
+@operation(atomic=False)
+def ended(domain: str, after: tuple[str, str, int] | None) -> Steps[Ended]:
+    """Look for places that nobody has freed, in a bite of the released commands."""
+    after_limit, after_key, after_command = after or ("", "", 0)
+    rows = yield Statement(
+        sql.text("keys/ended"),
+        {
+            "domain": domain,
+            "after_limit": after_limit,
+            "after_key": after_key,
+            "after": after_command,
+            "bite": BITE,
+        },
+        by_keys=True,
+    )
+    last = next((row[:3] for row in rows if row[3]), None)
+    return Ended(last, {LineKey(row[0], row[1]) for row in rows if not row[3]})
+
+
+@operation(atomic=True)
+def end_overrides(domains: Sequence[str]) -> Steps[dict[str, set[LineKey]]]:
+    """Remove overrides that are over. Returns their keys, by domain; those of all keys mark their lines as new."""
+    rows = yield Statement(sql.text("keys/over"), {"domains": list(domains)})
+    found: dict[str, set[LineKey]] = {}
+    for domain, key_limit, key in rows:
+        if key:
+            found.setdefault(domain, set()).add(LineKey(key_limit, key))
+        else:
+            yield from look_again(domain, key_limit, None)
+    return found
+
+
+@operation(atomic=False)
+def note_seconds(domain: str, key_limit: str, seconds: float) -> Steps[None]:
+    """Note for how long commands of a key limit have kept their places of late."""
+    yield Statement(sql.text("keys/note_seconds"), {"domain": domain, "name": key_limit, "seconds": seconds})
+
+
+def look_again(domain: str, name: str, key: str | None) -> Steps[None]:
+    """Let workers look at the lines of a key limit again, or of one key: there may be more places now."""
+    yield Statement(sql.text("keys/look_again"), {"domain": domain, "name": name, "key": key, "channel": CHANNEL})
 
 
 @operation(atomic=False)
 def freed(domains: Sequence[str], after: int) -> Steps[Freed]:
-    """Look for places that nobody has freed, in a bite of all commands with keys."""
+    """Look for lines that nobody moves, in a bite of all commands with keys."""
     rows = yield Statement(
         sql.text("keys/freed"), {"domains": list(domains), "after": after, "bite": BITE}, by_keys=True
     )

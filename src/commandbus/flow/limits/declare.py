@@ -17,7 +17,15 @@ from commandbus.errors import ConfigurationError, InvalidOperationError, Unknown
 from commandbus.flow.commands.operate import OperatorAction
 from commandbus.flow.operation import Row, Statement, Steps, operation
 from commandbus.model import payload
-from commandbus.model.limit import OPTIONS, Limit, PermitUsage, Rate, check_limit_name, is_limit_name
+from commandbus.model.limit import (
+    KEY_OPTIONS,
+    PERMIT_OPTIONS,
+    Limit,
+    PermitUsage,
+    Rate,
+    check_limit_name,
+    is_limit_name,
+)
 from commandbus.model.limit_state import LimitState
 from commandbus.settings import Settings
 
@@ -160,6 +168,7 @@ def declare(limits: Sequence[Limit], location: LimitLocation) -> Steps[list[str]
     """
     notes = []
     for limit in sorted(limits, key=lambda item: item.name):
+        _refuse_key(limit.name, limit.to_json())
         yield _lock(limit.name)
         rows = yield Statement(
             b"SELECT declared, override, environment, store FROM commandbus.limits WHERE name = %(name)s "
@@ -203,7 +212,7 @@ def _is_idle(name: str, store: str) -> Steps[bool]:
 
 def difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
     """What two declarations of a limit differ in, for people."""
-    names = [name for name in OPTIONS if before.get(name) != after.get(name)]
+    names = [name for name in PERMIT_OPTIONS if before.get(name) != after.get(name)]
     return ", ".join(f"{name} was {before.get(name)!r}, is {after.get(name)!r}" for name in names)
 
 
@@ -213,6 +222,7 @@ def set_limit(
 ) -> Steps[LimitRow]:
     """Change a limit for all workers at once, or create one that nobody has declared."""
     check_limit_name(name)
+    _refuse_key(name, options)
     yield _lock(name)
     rows = yield Statement(
         b"SELECT declared, override, environment, store FROM commandbus.limits WHERE name = %(name)s FOR UPDATE",
@@ -220,7 +230,7 @@ def set_limit(
     )
     declared, override, *where = rows[0] if rows else (None, None)
     if not options:
-        raise ConfigurationError(f"limit {name!r}: nothing to set; there are {', '.join(OPTIONS)}")
+        raise ConfigurationError(f"limit {name!r}: nothing to set; there are {', '.join(PERMIT_OPTIONS)}")
     if rows and (fixed := {"store", "environment"} & options.keys()) and not (yield from _is_idle(name, where[1])):
         raise InvalidOperationError(
             f"{' and '.join(sorted(fixed))} of limit {name!r} cannot be changed while it is in use: permits that "
@@ -249,9 +259,9 @@ def unset_limit(
     declares the limit: then it is deleted."""
     check_limit_name(name)
     for option in options:
-        if option not in OPTIONS:
+        if option not in PERMIT_OPTIONS:
             raise ConfigurationError(
-                f"limit {name!r}: there is no option {option!r:.80}; there are {', '.join(OPTIONS)}"
+                f"limit {name!r}: there is no option {option!r:.80}; there are {', '.join(PERMIT_OPTIONS)}"
             )
     yield _lock(name)
     rows = yield Statement(
@@ -301,6 +311,15 @@ def note_action(subject: str, action: str, what: OperatorAction, *, details: obj
 def tell(text: str) -> Statement:
     """Notify all limit clients when this transaction commits."""
     return Statement(b"SELECT pg_catalog.pg_notify(%(channel)s, %(text)s)", {"channel": CHANNEL, "text": text})
+
+
+def _refuse_key(name: str, options: Iterable[str]) -> None:
+    for option in options:
+        if option in KEY_OPTIONS:
+            raise ConfigurationError(
+                f"limit {name!r}: {option} is for limits of handlers, handler(…, limits=[…]), not for permits; "
+                f"`commandbus keys` changes such a limit at run time"
+            )
 
 
 def _store(

@@ -68,7 +68,8 @@ SELECT l.msg_id, l.read_ct, c.id, c.command_id, c.command_type, c.data::text, le
                  OR c.key IS NOT NULL OR c.single
             THEN pg_catalog.json_build_array(extract(epoch FROM c.expires_at - pg_catalog.now()), c.on_exhausted,
                      c.snoozes, extract(epoch FROM pg_catalog.now() - c.snoozed_at), c.key_limit, c.key,
-                     c.single)::text END
+                     c.single, CASE WHEN c.key IS NOT NULL
+                                    THEN (SELECT state FROM commandbus.keyed k WHERE k.command = c.id) END)::text END
   FROM leased l
   LEFT JOIN LATERAL (
        SELECT *

@@ -5,7 +5,7 @@
 -- so that two senders of the same ids wait for each other instead of deadlocking. The queue keeps the caller's order.
 -- There is one NOTIFY for all, with the earliest vt. The ids are not read from the command rows, because a producer may
 -- not read them. They come from the input. If we generated all ids, no row can be left out, and the result is in the order
--- of the input.
+-- of the input. Nothing is sent if one of the types (`kinds`) has a rule.
 WITH ours AS (  -- never run; comes first, so that without our schema the error names the schema, not the queue
     SELECT FROM commandbus.command
 ), input AS MATERIALIZED (
@@ -13,6 +13,8 @@ WITH ours AS (  -- never run; comes first, so that without our schema the error 
       FROM pg_catalog.json_to_recordset(%(rows)s::json)
         AS x(i text, t text, m integer, c text, r text, h json, d json, s float8, a timestamptz, o float8, e float8,
              z timestamptz, f text)
+     WHERE NOT EXISTS (SELECT FROM commandbus.type_rule
+                        WHERE domain = %(domain)s AND command_type = ANY (%(kinds)s::text[]))
 ), sent AS (
     INSERT INTO commandbus.command (domain, command_id, command_type, msg_id, max_attempts, correlation_id,
                                     reply_to, headers, data, timeout, on_exhausted, expires_at)

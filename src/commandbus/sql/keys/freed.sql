@@ -1,6 +1,5 @@
 -- Looks at a bite of commands in the lines of keys. Returns the last one if there may be more, and the keys that a worker must
--- look at: with a command that has ended or may step aside, or with commands that wait while none is released. Its worker has
--- vanished, a person has ended it, or an override is over.
+-- look at: with commands that wait while none is released, because an override is over or something went wrong.
 -- Locks: none. Indexes: the keys of keyed and command, keyed_released.
 WITH bite AS MATERIALIZED (
     SELECT command, domain, key_limit, key, state FROM commandbus.keyed
@@ -13,11 +12,6 @@ SELECT DISTINCT NULL::bigint, b.domain, b.key_limit, b.key
   LEFT JOIN LATERAL (SELECT status FROM commandbus.command WHERE id = b.command OFFSET 0) c ON true
  WHERE b.domain = ANY (%(domains)s::text[])
    AND CASE WHEN c.status IS NULL THEN true
-            WHEN b.state = 'RELEASED' THEN
-                 c.status OPERATOR(pg_catalog.<>) 'PENDING'
-                 AND (c.status OPERATOR(pg_catalog.<>) 'IN_TROUBLESHOOTING_QUEUE' OR EXISTS (
-                      SELECT FROM commandbus.key_limit l
-                       WHERE l.domain = b.domain AND l.name = b.key_limit AND l.steps_aside))
             WHEN b.state = 'WAITING' THEN
                  NOT EXISTS (SELECT FROM commandbus.keyed k
                               WHERE k.domain = b.domain AND k.key_limit = b.key_limit AND k.key = b.key AND k.state = 'RELEASED')

@@ -1,6 +1,6 @@
 -- Makes the next commands of some keys visible, as many as each key has places. This transaction has locked the keys
--- (keys/lock.sql). Returns the keys that are to be looked at again, because a command in line had ended or was locked, and
--- how many were released in all.
+-- (keys/lock.sql). Returns how many were released in all; the keys that are to be looked at again, because a command in line had
+-- ended or was locked; and per key limit, for how many seconds the commands that have completed had their places.
 --
 -- A released command counts until it has ended, whatever its worker does: so no crash can free a place too early. One that has
 -- ended leaves the line here. One in the troubleshooting queue steps aside if its limit says so; an operator's retry in
@@ -9,16 +9,18 @@
 -- keyed_line, the keys of keyed, command and queue. The line is read from a place in keyed_line on, and the key is compared
 -- outside: with `=` the planner might read and sort the whole line.
 WITH target AS MATERIALIZED (
-    SELECT x.key_limit, x.key, COALESCE(o.concurrency, l.concurrency, 1) AS most, COALESCE(l.steps_aside, false) AS steps_aside
+    SELECT x.key_limit, x.key, COALESCE(o.concurrency, a.concurrency, l.concurrency, 1) AS most, COALESCE(l.steps_aside, false) AS steps_aside
       FROM ROWS FROM (pg_catalog.unnest(%(limits)s::text[]), pg_catalog.unnest(%(keys)s::text[])) AS x(key_limit, key)
       LEFT JOIN commandbus.key_limit l ON l.domain = %(domain)s AND l.name = x.key_limit
       LEFT JOIN commandbus.key_override o
         ON o.domain = %(domain)s AND o.key_limit = x.key_limit AND o.key = x.key AND o.until > pg_catalog.now()
+      LEFT JOIN commandbus.key_override a
+        ON a.domain = %(domain)s AND a.key_limit = x.key_limit AND a.key = '' AND a.until > pg_catalog.now()
 ), released AS MATERIALIZED (
-    SELECT t.key_limit, t.key, t.steps_aside, k.command, k.msg_id, c.status, c.msg_id AS last_msg_id
+    SELECT t.key_limit, t.key, t.steps_aside, k.command, k.msg_id, k.released_at, c.status
       FROM target t
      CROSS JOIN LATERAL (
-           SELECT command, msg_id FROM commandbus.keyed
+           SELECT command, msg_id, released_at FROM commandbus.keyed
             WHERE domain = %(domain)s AND key_limit = t.key_limit AND key = t.key AND state = 'RELEASED'
            OFFSET 0) k
       LEFT JOIN LATERAL (SELECT status, msg_id FROM commandbus.command WHERE id = k.command OFFSET 0) c ON true
@@ -52,7 +54,7 @@ WITH target AS MATERIALIZED (
             WHERE domain = %(domain)s AND key_limit = r.key_limit AND key = r.key) n
 ), free AS MATERIALIZED (
     SELECT msg_id FROM pgmq.{queue}
-     WHERE msg_id = ANY (ARRAY(SELECT msg_id FROM next WHERE can_run))
+     WHERE msg_id = ANY (ARRAY(SELECT msg_id FROM next WHERE can_run)) AND headers IS NULL  -- nobody holds it
        FOR UPDATE SKIP LOCKED
 ), heads AS MATERIALIZED (
     SELECT n.command, n.msg_id, pg_catalog.row_number() OVER (ORDER BY n.turn, n.command) AS place
@@ -66,7 +68,8 @@ WITH target AS MATERIALIZED (
            UNION ALL SELECT command FROM next WHERE NOT can_run))
 ), moved AS (
     UPDATE commandbus.keyed
-       SET state = CASE WHEN command = ANY (ARRAY(SELECT command FROM aside)) THEN 'ASIDE' ELSE 'RELEASED' END
+       SET state = CASE WHEN command = ANY (ARRAY(SELECT command FROM aside)) THEN 'ASIDE' ELSE 'RELEASED' END,
+           released_at = pg_catalog.clock_timestamp()
      WHERE command = ANY (ARRAY(SELECT command FROM aside UNION ALL SELECT command FROM heads))
 ), shown AS (
     UPDATE pgmq.{queue} q
@@ -78,6 +81,10 @@ WITH target AS MATERIALIZED (
      WHERE EXISTS (SELECT FROM heads)
        AND EXISTS (SELECT FROM commandbus.waiting WHERE domain = %(domain)s AND expires_at > pg_catalog.now())
 )
-SELECT NULL, NULL, (SELECT pg_catalog.count(*) FROM heads), (SELECT pg_catalog.count(*) FROM woken)
+SELECT NULL, NULL, (SELECT pg_catalog.count(*) FROM heads)::float8, (SELECT pg_catalog.count(*) FROM woken)
 UNION ALL
-SELECT DISTINCT key_limit, key, 0::bigint, 0::bigint FROM next WHERE msg_id <> ALL (ARRAY(SELECT msg_id FROM heads))
+SELECT DISTINCT key_limit, key, 0::float8, 0::bigint FROM next WHERE msg_id <> ALL (ARRAY(SELECT msg_id FROM heads))
+UNION ALL
+SELECT key_limit, NULL, pg_catalog.avg(extract(epoch FROM pg_catalog.now() - released_at)::float8), 0::bigint
+  FROM released WHERE status OPERATOR(pg_catalog.=) 'COMPLETED' AND released_at IS NOT NULL
+ GROUP BY key_limit

@@ -602,11 +602,13 @@ CREATE TABLE commandbus.key_limit (
     concurrency integer NOT NULL CHECK (concurrency > 0),
     is_ordered  boolean NOT NULL,
     steps_aside boolean NOT NULL,
+    declared    text,  -- what the last worker declared; a person's change holds until a worker declares something else
+    run_seconds real,  -- how long commands keep their place, of late
     PRIMARY KEY (domain, name),
     CHECK (concurrency = 1 OR NOT is_ordered)
 );
 
--- Another concurrency for one key, until a moment. 0 stops the key.
+-- Another concurrency for one key, until a moment. 0 stops the key. The key '' stands for all keys that have no override.
 CREATE TABLE commandbus.key_override (
     domain      text NOT NULL,
     key_limit   text NOT NULL,
@@ -631,7 +633,9 @@ CREATE TABLE commandbus.type_rule (
 
 -- Unfinished commands that were sent with a key: the line of each key, in the order of their numbers.
 --
--- state: NEW       sent, or retried by an operator; no worker has looked at its key since
+-- key '':          the command has nothing at the path of its key; such commands form one line
+-- state: NEW       sent, or retried by an operator; no worker has looked at its key since. Of what one statement sends, the first
+--                  command of a key is enough
 --        WAITING   its turn has not come. The queue rows of NEW and WAITING ones are hidden
 --        RELEASED  its queue row is visible: it counts against its key until its command has ended
 --        ASIDE     in the troubleshooting queue, and does not count (steps_aside)
@@ -641,11 +645,12 @@ CREATE TABLE commandbus.keyed (
     domain    text NOT NULL,
     key_limit text NOT NULL,
     key       text NOT NULL,
-    state     text NOT NULL DEFAULT 'NEW' CHECK (state IN ('NEW', 'WAITING', 'RELEASED', 'ASIDE'))
+    state     text NOT NULL DEFAULT 'NEW' CHECK (state IN ('NEW', 'WAITING', 'RELEASED', 'ASIDE')),
+    released_at timestamptz
 ) WITH (autovacuum_vacuum_scale_factor = 0.05, autovacuum_analyze_scale_factor = 0.05);
 CREATE INDEX keyed_line ON commandbus.keyed (domain, key_limit, key, command) WHERE state IN ('NEW', 'WAITING');
 CREATE INDEX keyed_released ON commandbus.keyed (domain, key_limit, key, command) WHERE state = 'RELEASED';
-CREATE INDEX keyed_new ON commandbus.keyed (domain, command) WHERE state = 'NEW';
+CREATE INDEX keyed_new ON commandbus.keyed (domain, key_limit, key, command) WHERE state = 'NEW';
 
 -- --- views and functions -----------------------------------------------------------------------------------------------------
 
@@ -884,36 +889,49 @@ $$;
 
 -- Sends commands of one domain as members of a batch, like commands/send_many.sql. Returns how many were sent, and the
 -- first command_id that exists already: then the caller rolls back. A batch that existed before counts them (p_counts).
+-- Commands with keys join their lines (commandbus.send_keyed).
 --
 -- Locks and indexes as in commands/send_many.sql; the batch's row FOR KEY SHARE. Without p_own_ids, all ids were generated,
 -- and none can exist already.
 CREATE FUNCTION commandbus.send_to_batch(p_domain text, p_batch bigint, p_rows json, p_own_ids boolean, p_counts boolean)
     RETURNS TABLE (sent bigint, taken text)
     LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+DECLARE
+    v_has_keys boolean;
 BEGIN
     PERFORM commandbus.check_caller(p_domain, 'INSERT');
     PERFORM commandbus.check_batch(p_domain, p_batch, 'commands', p_counts);
+    SELECT EXISTS (SELECT FROM json_to_recordset(p_rows) AS x(t text, k text, l text)
+                    WHERE k IS NOT NULL OR l IS NOT NULL OR EXISTS (
+                          SELECT FROM commandbus.type_rule y WHERE y.domain = p_domain AND y.command_type = x.t))
+      INTO v_has_keys;
     EXECUTE format($sql$
 WITH input AS MATERIALIZED (
-    SELECT x.*, nextval(%1$L::regclass) AS msg_id
-      FROM json_to_recordset($3)
-        AS x(i text, t text, m integer, c text, r text, h json, d json, s float8, a timestamptz, o float8, e float8,
-             z timestamptz, f text)
+    SELECT x.*, nextval(%1$L::regclass) AS msg_id FROM %4$s x
 ), sent AS (
     INSERT INTO commandbus.command (domain, command_id, command_type, msg_id, batch, max_attempts, correlation_id,
-                                    reply_to, headers, data, timeout, on_exhausted, expires_at)
+                                    reply_to, headers, data, timeout, on_exhausted, expires_at, key_limit, key)
     SELECT $1, i, t, msg_id, $2, m, c, r, h, d, o, COALESCE(f, (SELECT on_exhausted FROM commandbus.batch WHERE id = $2)),
-           COALESCE(z, clock_timestamp() + make_interval(secs => e))
+           COALESCE(z, clock_timestamp() + make_interval(secs => e)), l, k
       FROM input %3$s
     RETURNING id, msg_id
 ), queued AS (
     INSERT INTO pgmq.%2$I (msg_id, vt, message) OVERRIDING SYSTEM VALUE
-    SELECT msg_id, COALESCE(input.a, clock_timestamp() + make_interval(secs => COALESCE(input.s, 0))),
+    SELECT msg_id, CASE WHEN joins THEN now() + interval '10 years'
+                        ELSE COALESCE(input.a, clock_timestamp() + make_interval(secs => COALESCE(input.s, 0))) END,
            jsonb_build_object('command', sent.id)
       FROM sent JOIN input USING (msg_id) ORDER BY msg_id
     RETURNING vt
+), joined AS (
+    INSERT INTO commandbus.keyed (command, msg_id, domain, key_limit, key, state)
+    SELECT sent.id, msg_id, $1, l, k,
+           CASE row_number() OVER (PARTITION BY l, k ORDER BY sent.id) WHEN 1 THEN 'NEW' ELSE 'WAITING' END
+      FROM sent JOIN input USING (msg_id)
+     WHERE joins
+    RETURNING msg_id
 ), woken AS MATERIALIZED (
-    SELECT pg_notify('commandbus_' || $1, extract(epoch FROM min(vt))::text)
+    SELECT pg_notify('commandbus_' || $1, extract(epoch FROM min(vt))::text),
+           CASE WHEN EXISTS (SELECT FROM joined) THEN pg_notify('commandbus_keys', $1) END
       FROM queued
      WHERE EXISTS (SELECT FROM commandbus.waiting WHERE domain = $1 AND expires_at > now())
     HAVING count(*) > 0
@@ -921,7 +939,12 @@ WITH input AS MATERIALIZED (
 SELECT (SELECT count(*) FROM sent) + 0 * (SELECT count(*) FROM woken),
        (SELECT i FROM input WHERE NOT EXISTS (SELECT FROM sent WHERE sent.msg_id = input.msg_id) ORDER BY msg_id LIMIT 1)
 $sql$, format('pgmq.%I', 'q_' || p_domain || '__commands_msg_id_seq'), 'q_' || p_domain || '__commands',
-           CASE WHEN p_own_ids THEN 'ORDER BY i ON CONFLICT DO NOTHING' ELSE '' END)
+           CASE WHEN p_own_ids AND v_has_keys THEN 'ORDER BY n ON CONFLICT DO NOTHING'
+                WHEN p_own_ids THEN 'ORDER BY i ON CONFLICT DO NOTHING' ELSE '' END,
+           CASE WHEN v_has_keys THEN 'commandbus.keyed_rows($1, $3)'
+                ELSE '(SELECT NULL::text AS k, NULL::text AS l, false AS joins, g.* FROM json_to_recordset($3) AS '
+                     'g(i text, t text, m integer, c text, r text, h json, d json, s float8, a timestamptz, o float8, e float8, '
+                     'z timestamptz, f text))' END)
        INTO sent, taken USING p_domain, p_batch, p_rows;
     IF p_counts AND sent > 0 THEN
         INSERT INTO commandbus.batch_delta (batch, total) VALUES (p_batch, sent);
@@ -1681,30 +1704,101 @@ $$;
 
 -- --- Key limits ------------------------------------------------------------------------------------------------------
 
--- Sends commands with keys (`k`, of the key limit `l`). Each joins the line of its key: its queue row is hidden, and a worker makes
--- it visible when its turn comes. Rows without a key are sent as ever. Returns the ids of those that did not exist before.
+-- The key of a command: what its data or headers have at a path such as data.tenant_id. A text, a number, true or false; '' if
+-- nothing or null is there; null if it cannot be a key: an object, an array, or a text of more than 255 characters.
+CREATE FUNCTION commandbus.key_of(p_path text, p_data json, p_headers json) RETURNS text
+    LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp AS $$
+    SELECT CASE json_typeof(found.value)
+                WHEN 'object' THEN NULL WHEN 'array' THEN NULL WHEN 'null' THEN ''
+                ELSE CASE WHEN found.value IS NULL THEN ''
+                          WHEN length(found.value #>> '{}') <= 255 THEN found.value #>> '{}' END END
+      FROM (SELECT (CASE split_part(p_path, '.', 1) WHEN 'data' THEN p_data WHEN 'headers' THEN p_headers END)
+                   #> (string_to_array(p_path, '.'))[2:] AS value) found
+$$;
+
+-- The rows that a send gives, with their key limits (`l`) and keys (`k`): those that the sender named, or those that the rule of
+-- the command type says. `joins`: it joins the line of its key now. One that is sent for later joins when its time has
+-- come, and a worker claims it.
+CREATE FUNCTION commandbus.keyed_rows(p_domain text, p_rows json)
+    RETURNS TABLE (i text, t text, m integer, c text, r text, h json, d json, s double precision, a timestamptz,
+                   o double precision, e double precision, z timestamptz, f text, k text, l text, n bigint, joins boolean)
+    LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp AS $$
+DECLARE
+    v_wrong record;
+BEGIN
+    SELECT x.t, x.k, x.l, u.key_path, COALESCE(x.l, u.key_limit) AS key_limit INTO v_wrong
+      FROM json_to_recordset(p_rows) AS x(t text, k text, l text, d json, h json)
+      LEFT JOIN commandbus.type_rule u ON u.domain = p_domain AND u.command_type = x.t
+     WHERE CASE WHEN x.l IS NOT NULL THEN NOT EXISTS (
+                     SELECT FROM commandbus.key_limit y WHERE y.domain = p_domain AND y.name = x.l)
+                WHEN x.k IS NOT NULL THEN u.key_limit IS NULL
+                WHEN u.key_path IS NOT NULL THEN commandbus.key_of(u.key_path, x.d, x.h) IS NULL END
+     LIMIT 1;
+    IF v_wrong.l IS NOT NULL THEN
+        RAISE SQLSTATE 'CB002' USING MESSAGE = v_wrong.l;
+    ELSIF v_wrong.k IS NOT NULL THEN
+        RAISE SQLSTATE 'CB003' USING MESSAGE = format(
+            'key %L needs key_limit: command type %s of domain %s has no limit with a key', v_wrong.k, v_wrong.t, p_domain);
+    ELSIF v_wrong.t IS NOT NULL THEN
+        RAISE SQLSTATE 'CB003' USING MESSAGE = format(
+            'the key of command type %s (limit %s) is at %s, and this command has an object, a list or a text of more than 255 '
+            'characters there; send a text or a number, or give key', v_wrong.t, v_wrong.key_limit, v_wrong.key_path);
+    END IF;
+    RETURN QUERY
+    SELECT x.i, x.t, x.m, x.c, x.r, x.h, x.d, x.s, x.a, x.o, x.e, x.z, x.f, y.k, y.l, x.n,
+           y.l IS NOT NULL AND COALESCE(x.s, 0) <= 0 AND COALESCE(x.a <= clock_timestamp(), true)
+      FROM (SELECT g.*, row_number() OVER () AS n
+              FROM json_to_recordset(p_rows)
+                AS g(i text, t text, m integer, c text, r text, h json, d json, s float8, a timestamptz, o float8, e float8,
+                     z timestamptz, f text, k text, l text)) x
+      LEFT JOIN commandbus.type_rule u ON u.domain = p_domain AND u.command_type = x.t
+     CROSS JOIN LATERAL (
+           SELECT COALESCE(x.l, u.key_limit) AS l,
+                  COALESCE(x.k, CASE WHEN u.key_path IS NOT NULL THEN commandbus.key_of(u.key_path, x.d, x.h) END) AS k) y
+     ORDER BY x.n;
+END
+$$;
+
+-- The places of one key: how many it has, how many are taken, who blocks one, until when an override holds, and in about how many
+-- seconds the next place becomes free (null: nobody can say) if each command keeps its place for run_seconds.
+-- Locks: none. Indexes: keyed_released; the keys of key_limit, key_override and command.
+CREATE FUNCTION commandbus.key_places(p_domain text, p_key_limit text, p_key text)
+    RETURNS TABLE (concurrency integer, released bigint, blocked_by text, override_ends_at timestamptz,
+                   next_seconds double precision, run_seconds double precision)
+    LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp AS $$
+    SELECT m.most, r.taken, r.blocked_by, m.until,
+           CASE WHEN r.taken >= m.most AND r.blocked_by IS NULL AND m.most > 0
+                THEN greatest(0, m.run_seconds - extract(epoch FROM now() - r.first_at)::float8) END, m.run_seconds::float8
+      FROM (SELECT COALESCE(o.concurrency, a.concurrency, l.concurrency, 1) AS most, COALESCE(o.until, a.until) AS until,
+                   l.run_seconds
+              FROM (SELECT) AS nothing
+              LEFT JOIN commandbus.key_limit l ON l.domain = p_domain AND l.name = p_key_limit
+              LEFT JOIN commandbus.key_override o
+                ON o.domain = p_domain AND o.key_limit = p_key_limit AND o.key = p_key AND o.until > now()
+              LEFT JOIN commandbus.key_override a
+                ON a.domain = p_domain AND a.key_limit = p_key_limit AND a.key = '' AND a.until > now()) m
+     CROSS JOIN (SELECT count(*) AS taken, min(k.released_at) AS first_at,
+                        min(c.command_id) FILTER (WHERE c.status = 'IN_TROUBLESHOOTING_QUEUE') AS blocked_by
+                   FROM commandbus.keyed k
+                   JOIN commandbus.command c ON c.id = k.command
+                  WHERE k.domain = p_domain AND k.key_limit = p_key_limit AND k.key = p_key AND k.state = 'RELEASED'
+                    AND c.status IN ('PENDING', 'IN_TROUBLESHOOTING_QUEUE')) r
+$$;
+
+-- Sends commands of which some have keys. Each joins the line of its key: its queue row is hidden, and a worker makes it visible
+-- when its turn comes. The others are sent as ever. Returns the ids of those that did not exist before, and
+-- whether their types have rules.
 --
 -- Locks: none that another sender could wait for, unless both use one command_id. Indexes: command_domain_command_id_key; the key
--- limits.
-CREATE FUNCTION commandbus.send_keyed(p_domain text, p_rows json) RETURNS TABLE (command_id text, id bigint)
+-- limits and the rules of types.
+CREATE FUNCTION commandbus.send_keyed(p_domain text, p_rows json)
+    RETURNS TABLE (command_id text, id bigint, has_rule boolean)
     LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
-DECLARE
-    v_unknown text;
 BEGIN
     PERFORM commandbus.check_caller(p_domain, 'INSERT');
-    SELECT x.l INTO v_unknown
-      FROM json_to_recordset(p_rows) AS x(l text)
-     WHERE x.l IS NOT NULL AND NOT EXISTS (SELECT FROM commandbus.key_limit k WHERE k.domain = p_domain AND k.name = x.l)
-     LIMIT 1;
-    IF v_unknown IS NOT NULL THEN
-        RAISE SQLSTATE 'CB002' USING MESSAGE = v_unknown;
-    END IF;
     RETURN QUERY EXECUTE format($sql$
 WITH input AS MATERIALIZED (
-    SELECT x.*, row_number() OVER () AS n
-      FROM json_to_recordset($2)
-        AS x(i text, t text, m integer, c text, r text, h json, d json, s float8, a timestamptz, o float8, e float8,
-             z timestamptz, f text, k text, l text)
+    SELECT * FROM commandbus.keyed_rows($1, $2)
 ), sent AS (
     INSERT INTO commandbus.command (domain, command_id, command_type, msg_id, max_attempts, correlation_id, reply_to, headers,
                                     data, timeout, on_exhausted, expires_at, key_limit, key)
@@ -1716,18 +1810,27 @@ WITH input AS MATERIALIZED (
 ), queued AS (
     INSERT INTO pgmq.%2$I (msg_id, vt, message) OVERRIDING SYSTEM VALUE
     SELECT sent.msg_id,
-           CASE WHEN sent.key IS NULL THEN greatest(a, clock_timestamp() + make_interval(secs => COALESCE(s, 0)))
-                ELSE now() + interval '10 years' END,
+           CASE WHEN joins THEN now() + interval '10 years'
+                ELSE greatest(a, clock_timestamp() + make_interval(secs => COALESCE(s, 0))) END,
            jsonb_build_object('command', sent.id)
       FROM sent JOIN input ON input.i = sent.command_id
+     ORDER BY sent.msg_id
+    RETURNING vt
 ), joined AS (
-    INSERT INTO commandbus.keyed (command, msg_id, domain, key_limit, key)
-    SELECT sent.id, sent.msg_id, $1, sent.key_limit, sent.key FROM sent WHERE sent.key IS NOT NULL
+    INSERT INTO commandbus.keyed (command, msg_id, domain, key_limit, key, state)
+    SELECT sent.id, sent.msg_id, $1, sent.key_limit, sent.key,
+           CASE row_number() OVER (PARTITION BY sent.key_limit, sent.key ORDER BY sent.id) WHEN 1 THEN 'NEW' ELSE 'WAITING' END
+      FROM sent JOIN input ON input.i = sent.command_id AND input.joins
 ), woken AS MATERIALIZED (
-    SELECT pg_notify('commandbus_keys', $1), pg_notify('commandbus_' || $1, '0')
-     WHERE EXISTS (SELECT FROM sent) AND EXISTS (SELECT FROM commandbus.waiting WHERE domain = $1 AND expires_at > now())
+    SELECT pg_notify('commandbus_keys', $1), pg_notify('commandbus_' || $1, extract(epoch FROM min(vt))::text)
+      FROM queued
+     WHERE EXISTS (SELECT FROM commandbus.waiting WHERE domain = $1 AND expires_at > now())
+    HAVING count(*) > 0
 )
-SELECT sent.command_id, sent.id + 0 * (SELECT count(*) FROM woken) FROM sent
+SELECT sent.command_id, sent.id + 0 * (SELECT count(*) FROM woken),
+       EXISTS (SELECT FROM commandbus.type_rule u JOIN input ON input.t = u.command_type
+                WHERE u.domain = $1 AND input.i = sent.command_id)
+  FROM sent
 $sql$, format('pgmq.%I', 'q_' || p_domain || '__commands_msg_id_seq'), 'q_' || p_domain || '__commands')
     USING p_domain, p_rows;
 END

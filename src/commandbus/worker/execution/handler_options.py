@@ -12,8 +12,10 @@ from typing import Literal, TypedDict, Unpack, cast
 
 from commandbus.model.chunk import ChunkOptions, check_chunk
 from commandbus.model.durations import Duration, parse_seconds
+from commandbus.model.key_limit import KeyRule
 from commandbus.model.limit import Limit, check_limit_name
 from commandbus.model.retry import OnExhausted, RetryPolicy, check_on_exhausted
+from commandbus.worker.execution.key_rules import key_rule, with_keys
 
 OnTimeout = Literal["retry", "fail"]
 Isolation = Literal["thread", "process"]
@@ -52,7 +54,8 @@ class Options:
     permit of each of these; until it has them, its commands are parked. `fresh_thread`: each attempt runs in a new
     thread, which ends with it. `transaction`: True, or the isolation level: it takes a third parameter, `tx`,
     whose writes commit with the command's completion when it returns. `chunk`: it gets a list of so many commands
-    at most, or of fewer after so many seconds.
+    at most, or of fewer after so many seconds. `key`: the limit with a key among its limits: so many of a key run
+    at once.
     """
 
     retry_policy: RetryPolicy | None = None
@@ -64,6 +67,7 @@ class Options:
     on_exhausted: OnExhausted | None = None
     transaction: TransactionOption = False
     chunk: ChunkOptions | None = None
+    key: KeyRule | None = None
 
 
 def check_options(**given: Unpack[AllHandlerOptions]) -> Options:
@@ -81,6 +85,7 @@ def check_options(**given: Unpack[AllHandlerOptions]) -> Options:
         on_exhausted=None if on_exhausted is None else check_on_exhausted(on_exhausted),
         transaction=_transaction(given.get("transaction", False)),
         chunk=check_chunk(given.get("chunk"), given.get("chunk_wait")),
+        key=key_rule(given.get("limits", ())),
     )
 
 
@@ -123,4 +128,5 @@ def _limit_names(limits: object) -> tuple[str, ...]:
     if isinstance(limits, str | Limit) or not isinstance(limits, Sequence):
         raise TypeError(f'limits must be a list of names or Limits, such as ["docai"], not {limits!r:.80}')
     # In one order everywhere, so that two handlers never wait for each other's.
-    return tuple(sorted({item.name if isinstance(item, Limit) else check_limit_name(item) for item in limits}))
+    names = {item.name if isinstance(item, Limit) else check_limit_name(item) for item in limits}
+    return tuple(sorted(names - {item.name for item in with_keys(limits)}))
