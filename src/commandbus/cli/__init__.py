@@ -7,6 +7,7 @@ commands: `flow/`, `bus/` and `troubleshooting.py` do.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -18,6 +19,7 @@ __all__ = ["main"]
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run a command line and exit. Warns about a clash of packages first, before the other package can cause an
     error."""
+    gc.disable()  # until the command's module is imported (`entry.Root`): there is no garbage yet
     say_clash()
     from commandbus.cli import entry
 

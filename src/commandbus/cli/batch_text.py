@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from commandbus.bus import CommandBus
@@ -15,6 +14,7 @@ from commandbus.model.batch import BatchCancelReport, BatchRecord, BatchRetryRep
 from commandbus.model.command import CancelRequest, CommandStatus
 from commandbus.model.counting import counted
 from commandbus.model.process import ProcessStatus
+from commandbus.quick_dataclass import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ into an exit code (`exit_codes.py`) and every error into one line.
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import logging
 import os
@@ -80,6 +81,7 @@ class Root(CliGroup):
         """The command of this name; its module is imported."""
         if cmd_name in COMMANDS and cmd_name not in self.commands:
             module = importlib.import_module(f"commandbus.cli.{COMMANDS[cmd_name][0]}")
+            gc.enable()
             for command in module.COMMANDS:
                 self.add_command(command)
         return super().get_command(ctx, cmd_name)

@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+
+from commandbus.quick_dataclass import dataclass
 
 GAP = "  "
 TEXT_WIDTH = 24  # a column of text is never narrower

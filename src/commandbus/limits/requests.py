@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from datetime import datetime
 from typing import Final, NamedTuple
 
@@ -15,6 +14,7 @@ from commandbus.flow.limits.inspect import full, why_none
 from commandbus.flow.limits.permits import Turn
 from commandbus.model.durations import format_seconds
 from commandbus.model.limit_state import ApiAnswer
+from commandbus.quick_dataclass import dataclass
 
 EARLY: Final = 0.1
 MOST_EARLY_SECONDS: Final = 5.0

@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC
 from email.utils import parsedate_to_datetime
 from typing import Final, Literal, TypeVar, cast
@@ -37,6 +37,7 @@ from commandbus.errors import (
 )
 from commandbus.model.durations import Duration, parse_seconds
 from commandbus.model.limit import check_limit_name
+from commandbus.quick_dataclass import dataclass
 
 T = TypeVar("T")
 FailureKind = Literal["rate_limited", "broken", "timeout"]

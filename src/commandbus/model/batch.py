@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from datetime import datetime
 from enum import StrEnum
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
@@ -25,6 +24,7 @@ from commandbus.model.command import CancelRequest
 from commandbus.model.durations import Duration
 from commandbus.model.handle import Handle
 from commandbus.model.json_values import Json, JsonValue
+from commandbus.quick_dataclass import dataclass
 
 ADDRESSES = "__commandbus_addresses__"  # attribute of a registered handler: the (domain, command_type)s it is for
 RATE_WINDOW_SECONDS = 10.0  # as in commandbus.moving_rate

@@ -12,13 +12,14 @@ breakers of their own, for their APIs: `model/limit_state.py`. Why there are two
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Final, Literal, cast
 
 from commandbus.errors import ConfigurationError
 from commandbus.model.durations import Duration, format_seconds, parse_seconds
 from commandbus.model.json_values import Json
 from commandbus.model.names import shown
+from commandbus.quick_dataclass import dataclass
 
 OnOpen = Literal["park", "refuse"]
 _MOST: Final = 1_000  # the moments are kept in one row

@@ -8,11 +8,11 @@ result), or an exception: the failure of that command.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 from commandbus.errors import PermanentCommandError
 from commandbus.model.durations import Duration, format_seconds, parse_seconds
+from commandbus.quick_dataclass import dataclass
 
 LARGEST_CHUNK: Final = 1000
 LONGEST_WAIT: Final = 60.0

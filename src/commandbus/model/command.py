@@ -17,7 +17,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from datetime import UTC, datetime
 from enum import StrEnum
 from typing import NamedTuple
@@ -29,6 +29,7 @@ from commandbus.model.json_values import Json, JsonValue
 from commandbus.model.payload import loads_or_none
 from commandbus.model.retry import OnExhausted
 from commandbus.model.unique_key import OnConflict
+from commandbus.quick_dataclass import dataclass
 
 
 class CommandStatus(StrEnum):

@@ -17,12 +17,13 @@ import json
 import re
 import signal
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from enum import StrEnum
 from typing import Final, Generic, TypeVar
 
 from commandbus.model import payload
 from commandbus.model.outcome import Failure
+from commandbus.quick_dataclass import dataclass
 
 K = TypeVar("K", bound=Hashable)
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias, get_args
 
 from commandbus.errors import ConfigurationError, InvalidCommandError
 from commandbus.model import names
 from commandbus.model.durations import roughly
+from commandbus.quick_dataclass import dataclass
 
 if TYPE_CHECKING:
     from commandbus.model.command import NewCommand

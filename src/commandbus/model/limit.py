@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import field, fields, replace
 from decimal import Decimal
 from typing import Any, Final, Literal, TypedDict, Unpack, cast
 
@@ -21,6 +21,7 @@ from commandbus.model.durations import Duration, format_seconds, parse_seconds
 from commandbus.model.json_values import Json
 from commandbus.model.key_limit import OnFailure, check_path, check_places
 from commandbus.model.names import shown
+from commandbus.quick_dataclass import dataclass
 
 StoreName = Literal["postgres", "redis"]
 BACKOFF_SECONDS: Final = (2.0, 4.0, 8.0, 16.0, 30.0)

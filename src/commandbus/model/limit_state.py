@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from enum import StrEnum
 from typing import Final
 
 from commandbus.model.limit import Limit, backoff
+from commandbus.quick_dataclass import dataclass
 
 MOST_BLAMED: Final = 100
 """How many callers of a row of bad answers are remembered."""

@@ -13,7 +13,7 @@ A `Snooze` is not a failure: the executor makes its settlement (`worker/executio
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import StrEnum
 
 from commandbus.errors import (
@@ -26,6 +26,7 @@ from commandbus.errors import (
 from commandbus.model import payload
 from commandbus.model.command import CommandStatus
 from commandbus.model.retry import NO_RULING, OnExhausted, RetryPolicy, Ruling
+from commandbus.quick_dataclass import dataclass
 
 
 class Verdict(StrEnum):

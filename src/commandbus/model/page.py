@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from commandbus.errors import InvalidCommandError
 from commandbus.model.names import shown
+from commandbus.quick_dataclass import dataclass
 
 T = TypeVar("T")
 MAX_ID = 2**63 - 1

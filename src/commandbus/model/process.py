@@ -18,13 +18,14 @@ unless somebody retries it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from datetime import datetime
 from enum import StrEnum
 from typing import NamedTuple
 
 from commandbus.model.durations import Duration
 from commandbus.model.json_values import Json
+from commandbus.quick_dataclass import dataclass
 
 DEFAULT_DOMAIN = "processes"
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from datetime import datetime
 
 from commandbus.model.json_values import Json
+from commandbus.quick_dataclass import dataclass
 
 
 @dataclass(frozen=True, slots=True)

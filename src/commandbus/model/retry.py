@@ -10,10 +10,10 @@ attempt and the loss of a worker are not such exceptions: they are retried while
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Literal, NamedTuple, cast
 
 from commandbus.model.durations import Duration, parse_seconds
+from commandbus.quick_dataclass import dataclass
 
 DEFAULT_SCHEDULE: tuple[float, ...] = (10.0, 60.0, 300.0)
 OnExhausted = Literal["troubleshoot", "fail"]

@@ -19,10 +19,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from commandbus.errors import InvalidCommandError
 from commandbus.model.names import check_domain, check_queue, queue_of
+from commandbus.quick_dataclass import dataclass
 
 KINDS = ("reader", "producer", "limiter", "worker", "operator")
 TENANT_KINDS = ("reader", "producer", "worker", "operator")

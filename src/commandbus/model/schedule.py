@@ -17,7 +17,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from datetime import UTC, datetime, timedelta
 from typing import Final, Literal, NamedTuple, get_args
 
@@ -28,6 +28,7 @@ from commandbus.model.durations import Duration, parse_seconds
 from commandbus.model.json_values import Json, JsonValue
 from commandbus.model.retry import OnExhausted
 from commandbus.model.schedule_times import ScheduleTimes
+from commandbus.quick_dataclass import dataclass
 
 MissedPolicy = Literal["skip", "run_once", "run_all"]
 OverlapPolicy = Literal["allow", "skip", "queue"]

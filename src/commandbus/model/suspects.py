@@ -17,10 +17,11 @@ Nothing here reads a clock or a database.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Final
 
 from commandbus.model.outcome import Failure
+from commandbus.quick_dataclass import dataclass
 
 GRAVE: Final = frozenset({"stuck", "kill", "crash"})
 """Rungs of attempts that did not end by themselves: their slot, or the process around them, was taken away."""

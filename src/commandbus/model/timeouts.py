@@ -19,11 +19,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from enum import StrEnum
 from typing import Final
 
 from commandbus.model.durations import format_seconds, parse_seconds
+from commandbus.quick_dataclass import dataclass
 
 MONITOR_TICK: Final = 0.25
 """Seconds between two looks of the monitor: every limit is noticed at most this much late."""

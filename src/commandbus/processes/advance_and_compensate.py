@@ -13,13 +13,14 @@ returns an `Advance`, which `flow/processes/move.py` writes. The rules:
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, NamedTuple, TypeAlias
 
 from commandbus.errors import InvalidCommandError, PermanentCommandError
 from commandbus.model import names
 from commandbus.model.process import ProcessStatus, StepStatus
 from commandbus.processes.manager import BaseProcessManager, ProcessView, StepCommand, StepReply, StepView
+from commandbus.quick_dataclass import dataclass
 
 OUTCOMES = {
     "SUCCESS": StepStatus.COMPLETED,

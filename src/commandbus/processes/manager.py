@@ -20,7 +20,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from datetime import datetime
 from typing import Any, ClassVar, Generic, Literal, Protocol, TypedDict, TypeVar, Unpack
 
@@ -30,6 +30,7 @@ from commandbus.model.durations import Duration, parse_seconds
 from commandbus.model.json_values import Json, JsonValue
 from commandbus.model.process import DEFAULT_DOMAIN, NewProcess, ProcessStatus, StepStatus
 from commandbus.model.retry import OnExhausted, RetryPolicy
+from commandbus.quick_dataclass import dataclass
 
 S = TypeVar("S")
 R = TypeVar("R", covariant=True)

@@ -19,7 +19,7 @@ several steps. `branch(condition, then, otherwise)` takes one part or the other,
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Literal, TypeAlias
 
 from commandbus.errors import ConfigurationError, PermanentCommandError
@@ -29,6 +29,7 @@ from commandbus.model.json_values import Json, JsonValue
 from commandbus.model.process import DEFAULT_DOMAIN, StepStatus
 from commandbus.model.retry import OnExhausted, RetryPolicy, check_on_exhausted
 from commandbus.processes.manager import BaseProcessManager, ProcessView, StepCommand, StepReply
+from commandbus.quick_dataclass import dataclass
 
 State: TypeAlias = dict[str, Json]
 Data: TypeAlias = Callable[[State], JsonValue]

@@ -18,7 +18,7 @@ import os
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import partial
 from typing import Any, Final
 from weakref import WeakKeyDictionary
@@ -27,6 +27,7 @@ from commandbus.clock import monotonic
 from commandbus.errors import ConfigurationError
 from commandbus.limits.stores.redis.scripts import EpochError, RedisLostError, RedisScripts, make_pool
 from commandbus.logger import safe_logger
+from commandbus.quick_dataclass import dataclass
 
 logger = safe_logger("commandbus.limits")
 

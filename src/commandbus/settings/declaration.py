@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import MISSING, Field, dataclass, field, fields
+from dataclasses import MISSING, Field, field, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -19,6 +19,7 @@ from commandbus.model.limit import Limit, StoreName
 from commandbus.model.payload import DEFAULT_MAX_BYTES
 from commandbus.model.retry import DEFAULT_SCHEDULE, RetryPolicy
 from commandbus.model.timeouts import TimeoutOrderError, Timeouts
+from commandbus.quick_dataclass import dataclass
 from commandbus.settings.kinds import (
     Kind,
     byte_size,

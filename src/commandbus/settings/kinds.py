@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Final, cast
 
 from commandbus.model.durations import Duration, format_seconds, parse_seconds
 from commandbus.model.names import check_domain
+from commandbus.quick_dataclass import dataclass
 from commandbus.settings.secrets import (
     POSTGRES_URL,
     conninfo_parts,

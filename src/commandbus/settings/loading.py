@@ -15,11 +15,12 @@ import re
 import stat
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 from commandbus.errors import ConfigurationError
+from commandbus.quick_dataclass import dataclass
 from commandbus.settings.declaration import BY_ENV, BY_TOML, SECTIONS, SETTINGS, Setting, Settings
 from commandbus.settings.limits_and_breakers import (
     TABLES,

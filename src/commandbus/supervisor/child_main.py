@@ -8,6 +8,11 @@ of stuck handlers must not keep it alive.
 
 from __future__ import annotations
 
+import gc
+
+if __name__ == "__main__":
+    gc.disable()  # until `main`: nothing of what is imported here ever becomes garbage
+
 import contextlib
 import json
 import logging
@@ -28,7 +33,7 @@ from commandbus.supervisor import start_message
 from commandbus.supervisor.start_message import StartMessage
 from commandbus.supervisor.worker_messages import LONGEST_TEXT
 from commandbus.worker.board import Board
-from commandbus.worker.isolation.child_setup import die_with, write_stacks_to
+from commandbus.worker.isolation.child_setup import collect_garbage, die_with, write_stacks_to
 from commandbus.worker.load_handlers import load_registry
 from commandbus.worker.logs import set_up_logging
 from commandbus.worker.worker import Worker
@@ -120,6 +125,7 @@ def _obey(worker: Worker, order: dict[str, Any]) -> None:
 
 def main() -> NoReturn:
     """Read the start message, work, and exit."""
+    collect_garbage()
     told = start_message.read(int(sys.argv[1]))
     die_with(told.parent)
     write_stacks_to(told.crash)

@@ -13,7 +13,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from functools import partial
 from typing import Final
 
@@ -44,6 +44,7 @@ from commandbus.model.counting import counted
 from commandbus.model.crash_attribution import Cause, Death, Finding, Role, Running, examine
 from commandbus.model.outcome import Judgement, Verdict
 from commandbus.model.reconnect_backoff import Backoff
+from commandbus.quick_dataclass import dataclass
 from commandbus.settings import Settings
 from commandbus.supervisor.death_log import say_culprit, say_done
 from commandbus.supervisor.worker_messages import Hello

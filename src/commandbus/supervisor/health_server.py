@@ -15,13 +15,14 @@ from __future__ import annotations
 import errno
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import field
 from http import HTTPStatus
 from types import TracebackType
 from typing import Any, Final, Self
 
 from commandbus.errors import ConfigurationError
 from commandbus.logger import safe_logger
+from commandbus.quick_dataclass import dataclass
 from commandbus.supervisor.http_server import HttpAnswer, HttpServer
 from commandbus.supervisor.metrics import CONTENT_TYPE
 

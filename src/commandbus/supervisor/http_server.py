@@ -24,7 +24,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from enum import IntEnum
 from functools import partial
 from http import HTTPStatus
@@ -32,6 +31,7 @@ from typing import Final
 
 from commandbus.clock import monotonic
 from commandbus.logger import safe_logger
+from commandbus.quick_dataclass import dataclass
 
 logger = safe_logger("commandbus.supervisor")
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 
 from commandbus.logger import safe_logger
 from commandbus.model.counting import counted
+from commandbus.quick_dataclass import dataclass
 
 logger = safe_logger("commandbus.supervisor")
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from commandbus.quick_dataclass import dataclass
 from commandbus.settings import Settings
 
 """The signal on which a worker process writes the stacks of all its threads into its crash file, even if

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, Final
 
+from commandbus.quick_dataclass import dataclass
 from commandbus.supervisor.coroner import CoronerLook
 from commandbus.supervisor.fleet_metrics import shared_metrics
 from commandbus.supervisor.health_server import HealthVerdict

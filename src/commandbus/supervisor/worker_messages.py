@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 import psycopg
@@ -17,6 +16,7 @@ import psycopg
 from commandbus import errors
 from commandbus.flow.commands.rescue import Rule
 from commandbus.model.names import check_domain
+from commandbus.quick_dataclass import dataclass
 from commandbus.worker.worker_options import StopReport
 
 LONGEST_HELLO: Final = 4_194_304

@@ -22,11 +22,11 @@ import subprocess
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 from commandbus.model.client_sockets import Socket
 from commandbus.model.crash_attribution import Cause, Death, Dump, parse_dump
+from commandbus.quick_dataclass import dataclass
 from commandbus.supervisor.open_sockets import open_sockets
 from commandbus.supervisor.read_proc import cpu_since, is_stopped, thread_cpu
 from commandbus.supervisor.worker_messages import (

@@ -30,7 +30,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -38,6 +37,7 @@ import psycopg
 from psycopg import sql
 
 from commandbus.model.command import Command
+from commandbus.quick_dataclass import dataclass
 from commandbus.worker.execution.context import AsyncHandlerContext, HandlerContext
 from commandbus.worker.execution.handlers import HandlerRegistry
 

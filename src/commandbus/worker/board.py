@@ -25,9 +25,10 @@ import math
 import mmap
 import os
 import struct
-from dataclasses import dataclass
 from enum import IntEnum
 from typing import Final, Self
+
+from commandbus.quick_dataclass import dataclass
 
 _MAGIC = 0x636D6462
 _FIXED = struct.Struct("@II")

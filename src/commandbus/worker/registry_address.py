@@ -11,11 +11,12 @@ from __future__ import annotations
 import os
 import runpy
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from types import ModuleType
 from typing import Any, Final
 
 from commandbus.errors import ConfigurationError
+from commandbus.quick_dataclass import dataclass
 from commandbus.worker.execution.handlers import Handler, HandlerRegistry
 from commandbus.worker.load_handlers import load_registry
 

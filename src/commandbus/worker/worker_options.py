@@ -6,7 +6,6 @@ import asyncio
 import os
 import socket
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Final
 
@@ -14,6 +13,7 @@ from psycopg_pool import ConnectionPool
 
 from commandbus.flow.workers.registry import WorkerIdentity
 from commandbus.model.retry import RetryPolicy
+from commandbus.quick_dataclass import dataclass
 from commandbus.settings import Settings
 from commandbus.worker.board import Board
 from commandbus.worker.execution.handlers import HandlerRegistry

@@ -10,7 +10,6 @@ import contextlib
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import click
@@ -28,6 +27,7 @@ from commandbus.db.database_address import DEFAULT_FOLDER, embedded_folder
 from commandbus.embedded import EmbeddedPostgres
 from commandbus.model.command import CommandStatus, new_command_id
 from commandbus.model.counting import counted
+from commandbus.quick_dataclass import dataclass
 from commandbus.settings import Settings, mask_database_url
 
 WORKERS = 2

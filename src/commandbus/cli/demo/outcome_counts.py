@@ -7,13 +7,13 @@ no message of these commands may be left in the queue.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from commandbus.cli.demo.handlers import DOMAIN
 from commandbus.flow.operation import Statement, Steps, operation
 from commandbus.model.command import CommandStatus, NewCommand
 from commandbus.model.names import queue_of
+from commandbus.quick_dataclass import dataclass
 
 
 @dataclass(frozen=True, slots=True)

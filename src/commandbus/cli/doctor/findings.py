@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, TypeAlias
 
 from psycopg import Connection
+
+from commandbus.quick_dataclass import dataclass
 
 
 class Level(StrEnum):

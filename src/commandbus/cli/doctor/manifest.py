@@ -12,7 +12,6 @@ import json
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, Final
 
 from commandbus.cli.doctor.findings import Findings, fail, ok, warn
@@ -25,6 +24,7 @@ from commandbus.cli.doctor.service import (
     with_spare,
 )
 from commandbus.model.durations import format_seconds
+from commandbus.quick_dataclass import dataclass
 from commandbus.settings import Settings
 
 CHECK: Final = "kubernetes"

@@ -17,7 +17,6 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import psycopg
@@ -42,6 +41,7 @@ from commandbus.model import names, payload
 from commandbus.model.batch import COMPLETE_WHEN, CreatedBatch, completion_of, dump_json
 from commandbus.model.command import NewCommand, new_command_id
 from commandbus.model.retry import OnExhausted, check_on_exhausted
+from commandbus.quick_dataclass import dataclass
 
 T = TypeVar("T")
 CHUNK_ROWS = 1000

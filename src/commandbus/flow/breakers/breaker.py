@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final, Literal, NamedTuple
 
@@ -38,6 +38,7 @@ from commandbus.flow.operation import Statement, Steps, operation
 from commandbus.model import payload
 from commandbus.model.breaker import Breaker
 from commandbus.model.breaker_rule import AttemptCounts, BadAttempt, Trouble, find_trouble, kept
+from commandbus.quick_dataclass import dataclass
 
 State = Literal["CLOSED", "OPEN", "HALF_OPEN"]
 SILENCE_SECONDS: Final = 10.0  # how long to wait for the report on a probe whose message is gone

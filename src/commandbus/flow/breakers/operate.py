@@ -6,7 +6,7 @@ A breaker that a person has opened stays open until a person closes it. Everythi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import datetime
 from typing import TypeVar
 
@@ -20,6 +20,7 @@ from commandbus.flow.limits.declare import CHANGED, note_action, tell, unknown_l
 from commandbus.flow.operation import Operation, Plan, Statement, Steps, operation
 from commandbus.model import names
 from commandbus.model.breaker import Breaker
+from commandbus.quick_dataclass import dataclass
 
 T = TypeVar("T")
 

@@ -9,7 +9,6 @@ the caller reads the row. A command that was sent without a caller and one with 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from commandbus import sql
 from commandbus.errors import (
@@ -25,6 +24,7 @@ from commandbus.flow.operation import Operation, Row, Statement, Steps, operatio
 from commandbus.model import names, payload
 from commandbus.model.command import CommandStatus, NewCommand, SentCommand
 from commandbus.model.json_values import Json
+from commandbus.quick_dataclass import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ Until such an operation has run, the row is only leased to this worker: a crash 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any, NamedTuple
 
@@ -38,6 +38,7 @@ from commandbus.model import envelope, names, payload
 from commandbus.model.command import NewCommand
 from commandbus.model.outcome import Failure, Judgement, Verdict
 from commandbus.model.suspects import LONGEST_DELAY, Marks, delay_apart
+from commandbus.quick_dataclass import dataclass
 
 FAR_SECONDS = 1e9
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)

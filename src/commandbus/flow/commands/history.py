@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
@@ -17,6 +16,7 @@ from commandbus.model import names
 from commandbus.model.json_values import Json
 from commandbus.model.page import Page, cut, id_of, no_cursor
 from commandbus.model.payload import loads_or_none
+from commandbus.quick_dataclass import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from datetime import datetime
 from typing import Any, TypedDict
 
@@ -19,6 +19,7 @@ from commandbus.model.command import AuditEntry, AuditEvent, CommandRecord, Comm
 from commandbus.model.json_values import Json
 from commandbus.model.page import MAX_ID, Page, cut, id_of
 from commandbus.model.payload import loads_or_none
+from commandbus.quick_dataclass import dataclass
 
 WORKER_ALIVE_SECONDS = 15.0
 _EVENTS: Mapping[str, AuditEvent] = {event.value: event for event in AuditEvent}

@@ -7,7 +7,7 @@ at the same time, one wins. The other's action finds nothing, and `explain` says
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import datetime
 from typing import Literal
 
@@ -23,6 +23,7 @@ from commandbus.flow.operation import Plan, Row, Statement, Steps, operation
 from commandbus.model import names, payload
 from commandbus.model.command import CancelResult
 from commandbus.model.outcome import Failure
+from commandbus.quick_dataclass import dataclass
 
 BITE = 1000  # commands moved by one bulk statement: a bound on locks held, not on what a caller may ask for
 

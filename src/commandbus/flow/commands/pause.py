@@ -5,7 +5,6 @@ control_action records both, with who did it and why: 'pause orders/ship', or 'p
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from datetime import datetime
 
 from commandbus.errors import InvalidOperationError, UnknownDomainError
@@ -15,6 +14,7 @@ from commandbus.flow.limits.declare import note_action
 from commandbus.flow.limits.inspect import ControlAction
 from commandbus.flow.operation import Plan, Statement, Steps, operation
 from commandbus.model import names
+from commandbus.quick_dataclass import dataclass
 
 PREFIX = "pause "
 

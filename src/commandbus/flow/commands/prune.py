@@ -8,12 +8,13 @@ processes themselves are deleted when none of their commands is left.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from commandbus import sql
 from commandbus.flow.operation import Plan, Statement, Steps, operation
 from commandbus.flow.setup.domains import list_domains
 from commandbus.model.names import queue_of
+from commandbus.quick_dataclass import dataclass
 from commandbus.settings import Settings
 
 BITE = 1000

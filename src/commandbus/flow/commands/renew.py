@@ -8,11 +8,12 @@ caller tries again. A request to cancel such a row is still returned.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, NamedTuple, Protocol
 
 from commandbus import sql
 from commandbus.flow.operation import Statement, Steps, operation
+from commandbus.quick_dataclass import dataclass
 
 
 class Held(Protocol):

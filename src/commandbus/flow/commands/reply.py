@@ -12,7 +12,6 @@ domain, as a command of the process's type, which the domain's workers run like 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Final, Literal
 
 from commandbus import sql
@@ -20,6 +19,7 @@ from commandbus.flow.operation import Statement, Steps
 from commandbus.model import payload
 from commandbus.model.names import is_domain_queue, is_queue
 from commandbus.model.outcome import Failure
+from commandbus.quick_dataclass import dataclass
 
 Outcome = Literal["SUCCESS", "FAILED", "CANCELED"]
 CALL: Final = "!call"  # `reply_to` of a command whose sender waits in bus.call: no queue can have this name

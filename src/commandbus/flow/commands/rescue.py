@@ -10,7 +10,6 @@ command that was held but did not run (it waited for a slot, or its outcome wait
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from psycopg import errors as pg
@@ -24,6 +23,7 @@ from commandbus.model.client_sockets import ClientSession
 from commandbus.model.crash_attribution import Finding, Role
 from commandbus.model.outcome import Failure, Judgement, Verdict, judge
 from commandbus.model.retry import RetryPolicy
+from commandbus.quick_dataclass import dataclass
 
 MOST_COUNTED = 10_000
 _CLAIMED = len(ClaimedRow._fields)

@@ -9,7 +9,7 @@ the commands up: they go to the troubleshooting queue.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import datetime
 from itertools import starmap
 
@@ -22,6 +22,7 @@ from commandbus.flow.operation import Statement, Steps, operation
 from commandbus.model.counting import counted
 from commandbus.model.durations import format_seconds
 from commandbus.model.outcome import Failure, Judgement, Verdict, describe
+from commandbus.quick_dataclass import dataclass
 
 MOST_COUNTED = 10_000
 # CASE, because for a plain comparison the planner expects a third of all rows and sorts them.

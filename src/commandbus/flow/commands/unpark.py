@@ -8,7 +8,6 @@ killed on the way, `unkept` finds the rest: the maintenance thread of every work
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple
 
 from psycopg import errors as pg
@@ -16,6 +15,7 @@ from psycopg import errors as pg
 from commandbus import sql
 from commandbus.flow.commands.send import explain_missing
 from commandbus.flow.operation import Operation, Plan, Statement, Steps, operation
+from commandbus.quick_dataclass import dataclass
 
 Reason = Literal["pause", "breaker"]
 BITE: Final = 1000

@@ -8,7 +8,7 @@ person unsets it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import datetime
 from typing import Any
 
@@ -27,6 +27,7 @@ from commandbus.model.limit import (
     is_limit_name,
 )
 from commandbus.model.limit_state import LimitState
+from commandbus.quick_dataclass import dataclass
 from commandbus.settings import Settings
 
 ITSELF = "commandbus"

@@ -4,7 +4,6 @@ zone."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
@@ -15,6 +14,7 @@ from commandbus.flow.operation import Statement, Steps, operation
 from commandbus.model.durations import roughly
 from commandbus.model.json_values import Json
 from commandbus.model.limit import SLOWEST_FLOW, PermitUsage, until_next
+from commandbus.quick_dataclass import dataclass
 
 UNKNOWN = "unknown"
 """The mode of a limit whose permits this program cannot reach."""

@@ -5,12 +5,13 @@ now and then how many permits Redis gave, so that all programs can see it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import NamedTuple
 
 from commandbus import sql
 from commandbus.flow.limits.redis_outage import HeartbeatPace, Program
 from commandbus.flow.operation import Statement, Steps, operation
+from commandbus.quick_dataclass import dataclass
 
 MOST_COUNTED = 10_000
 MOST_SCHEDULES = 1000

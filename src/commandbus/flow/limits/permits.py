@@ -7,7 +7,6 @@ permit for the first in line, then makes its queue row visible.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import datetime
 from itertools import groupby, takewhile
 from typing import NamedTuple
@@ -38,6 +37,7 @@ from commandbus.model.limit_state import (
     caller_of,
     token_of,
 )
+from commandbus.quick_dataclass import dataclass
 
 CALL_SECONDS = 3.0
 """How long a permit is reserved for a caller that waits inside a program."""

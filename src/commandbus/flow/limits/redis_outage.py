@@ -20,7 +20,7 @@ uses only its share.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, Final, NamedTuple, Protocol
 
 from commandbus import sql
@@ -29,6 +29,7 @@ from commandbus.flow.operation import Row, Statement, Steps, operation
 from commandbus.model import payload
 from commandbus.model.limit import allowance, share
 from commandbus.model.limit_values import LimitValues
+from commandbus.quick_dataclass import dataclass
 
 REDIS: Final = "redis"
 DEGRADED: Final = "degraded"

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from commandbus import sql
 from commandbus.flow.operation import Statement, Steps, operation
 from commandbus.flow.processes.inspect import get_process
 from commandbus.model import names
 from commandbus.model.process import ProcessRecord
+from commandbus.quick_dataclass import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,6 @@ still as it was when its firing was decided.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, NamedTuple
 
@@ -19,6 +18,7 @@ from commandbus.flow.operation import Statement, Steps, operation
 from commandbus.model import payload
 from commandbus.model.schedule import Decision, Due, command_id_of, text_of
 from commandbus.model.schedule_times import ScheduleTimes
+from commandbus.quick_dataclass import dataclass
 
 
 class DueRow(NamedTuple):

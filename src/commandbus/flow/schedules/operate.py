@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import datetime
 from typing import Any
 
@@ -32,6 +32,7 @@ from commandbus.model.page import Page
 from commandbus.model.retry import OnExhausted
 from commandbus.model.schedule import Decision, MissedPolicy, OverlapPolicy, Schedule, check_name, text_of
 from commandbus.model.schedule_times import ScheduleTimes
+from commandbus.quick_dataclass import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from datetime import datetime
 
 from psycopg import errors as pg
@@ -13,6 +12,7 @@ from commandbus.flow.operation import Statement, Steps, no_schema, operation
 from commandbus.flow.queues.messages import refuse_domains
 from commandbus.model import roles
 from commandbus.model.names import check_domain, check_queue, pgmq_table, queue_of
+from commandbus.quick_dataclass import dataclass
 
 SAFE_PATH = b"SET LOCAL search_path = pg_catalog, pg_temp"
 """Valid until the transaction ends. PGMQ's functions call others by bare names, and must find PGMQ's own."""

@@ -16,7 +16,6 @@ time, it waits longer for them, because no send waits behind that; but not for e
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Final
 
 from psycopg import errors as pg
@@ -30,6 +29,7 @@ from commandbus.flow.setup.roles import grant_again
 from commandbus.model.durations import format_seconds
 from commandbus.model.reconnect_backoff import Backoff
 from commandbus.model.timeouts import MIGRATION_WAIT_SECONDS
+from commandbus.quick_dataclass import dataclass
 
 LOCK = 0x636D6462_75730001  # 'cmdbus' and a purpose: an arbitrary constant, the same in all releases
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 from psycopg import errors as pg
 
@@ -16,6 +15,7 @@ from commandbus import sql
 from commandbus.errors import MissingPrivilegeError, UnknownDomainError
 from commandbus.flow.operation import Statement, Steps, explain_absence, operation
 from commandbus.model.names import queue_of
+from commandbus.quick_dataclass import dataclass
 
 _SCHEMAS = ("commandbus", "pgmq")
 _NEEDED = {

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from commandbus import sql
 from commandbus.flow.operation import Statement, Steps, operation
 from commandbus.model import payload
+from commandbus.quick_dataclass import dataclass
 
 
 @dataclass(frozen=True, slots=True)

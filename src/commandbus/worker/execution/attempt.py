@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import threading
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
@@ -54,6 +53,7 @@ from commandbus.model.command import Command
 from commandbus.model.durations import format_seconds
 from commandbus.model.outcome import EXPIRED, Failure, Judgement, Verdict
 from commandbus.model.retry import OnExhausted, RetryPolicy
+from commandbus.quick_dataclass import dataclass
 from commandbus.worker.execution.handlers import Handler
 
 if TYPE_CHECKING:

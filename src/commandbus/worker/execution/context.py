@@ -18,7 +18,6 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager, contextmanager
-from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any, Generic, NoReturn, Self, TypeVar
 
@@ -49,6 +48,7 @@ from commandbus.model.limit import WAIT_SECONDS
 from commandbus.model.safe_text import escaped
 from commandbus.model.snooze import Snooze
 from commandbus.model.timeouts import SHORTEST
+from commandbus.quick_dataclass import dataclass
 from commandbus.worker.execution.attempt import CHILD_LATE, NEVER, Attempt, Scope, Stop
 from commandbus.worker.execution.connections import HandlerConnections
 from commandbus.worker.execution.handler_permits import AsyncBlock, HandlerPermits, PermitProvider

@@ -16,7 +16,7 @@ import random
 import traceback
 from collections.abc import Awaitable, Callable, Container
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
@@ -55,6 +55,7 @@ from commandbus.model.outcome import (
 from commandbus.model.retry import NO_RULING, RetryPolicy, Ruling, may_snooze, rule_on
 from commandbus.model.snooze import Snooze
 from commandbus.model.timeouts import Timeouts
+from commandbus.quick_dataclass import dataclass
 from commandbus.worker.execution.adapters import OURS
 from commandbus.worker.execution.attempt import NEVER, Attempt, Stop, Why
 from commandbus.worker.execution.context import (

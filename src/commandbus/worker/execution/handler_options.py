@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal, TypedDict, Unpack, cast
 
 from commandbus.model.chunk import ChunkOptions, check_chunk
@@ -15,6 +14,7 @@ from commandbus.model.durations import Duration, parse_seconds
 from commandbus.model.key_limit import KeyRule
 from commandbus.model.limit import Limit, check_limit_name
 from commandbus.model.retry import OnExhausted, RetryPolicy, check_on_exhausted
+from commandbus.quick_dataclass import dataclass
 from commandbus.worker.execution.key_rules import key_rule, with_keys
 
 OnTimeout = Literal["retry", "fail"]

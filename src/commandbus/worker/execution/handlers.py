@@ -16,7 +16,7 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Awaitable, Callable, Container, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, TypeVar, Unpack
 
 from commandbus.errors import ConfigurationError, DuplicateHandlerError, UnknownCommandTypeError
@@ -26,6 +26,7 @@ from commandbus.model.limit import Limit
 from commandbus.model.names import check_domain, check_type
 from commandbus.model.retry import RetryPolicy
 from commandbus.processes.manager import BaseProcessManager, check_manager
+from commandbus.quick_dataclass import dataclass
 from commandbus.worker.execution.chunk_handlers import many_of, one_of, refuse_with_chunk
 from commandbus.worker.execution.handler_options import (
     AllHandlerOptions,
@@ -49,7 +50,7 @@ class Handler:
     function: Callable[..., Any]
     is_async: bool
     takes_command: bool
-    options: Options = Options()  # noqa: RUF009 - frozen
+    options: Options = Options()
     is_router: bool = False  # it moves processes
     written: Callable[..., Any] | None = None  # what people wrote; `function` may be an adapter around it
     many: Callable[..., Any] | None = None  # of a chunk handler: takes a list; `function` takes one of it

@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
 from typing import Any, Final
@@ -29,6 +28,7 @@ from commandbus.logger import safe_logger
 from commandbus.model import payload
 from commandbus.model.durations import format_seconds
 from commandbus.model.safe_text import block
+from commandbus.quick_dataclass import dataclass
 from commandbus.worker.execution.attempt import NEVER, Attempt, Stop
 from commandbus.worker.execution.connections import Borrowed, advisory_key
 from commandbus.worker.execution.context import MAX_PROGRESS_BYTES, Services

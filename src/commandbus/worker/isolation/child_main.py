@@ -15,6 +15,11 @@ this.
 
 from __future__ import annotations
 
+import gc
+
+if __name__ == "__main__":
+    gc.disable()  # until `main`: nothing of what is imported here ever becomes garbage
+
 import asyncio
 import importlib
 import inspect
@@ -53,7 +58,7 @@ from commandbus.worker.execution.context import (
 from commandbus.worker.execution.fresh_thread import in_fresh_thread
 from commandbus.worker.exhaustion import is_exhaustion
 from commandbus.worker.isolation.channel import ChildEnd, Message
-from commandbus.worker.isolation.child_setup import adopt_orphans, die_with, write_stacks_to
+from commandbus.worker.isolation.child_setup import adopt_orphans, collect_garbage, die_with, write_stacks_to
 from commandbus.worker.isolation.descendants import reap_adopted
 from commandbus.worker.isolation.limit_relay import ChildLimits
 from commandbus.worker.isolation.remote_errors import describe_error
@@ -451,6 +456,7 @@ def _format(error: BaseException) -> str:
 
 def main(arguments: list[str]) -> int:
     """Serve on inherited files: the socket, the memory file for dumps (stderr until now), and the real stderr."""
+    collect_garbage()
     channel_fd, crash_fd, stderr_fd, parent = map(int, arguments[:4])
     die_with(parent)
     adopt_orphans()

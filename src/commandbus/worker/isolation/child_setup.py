@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import gc
 import os
 import signal
 from typing import Final
@@ -22,6 +23,15 @@ def die_with(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_SET_PARENT_DEATH_SIGNAL, int(number), 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)
+
+
+def collect_garbage() -> None:
+    """From now on the garbage collector runs, and never looks at what is there already: our own modules.
+
+    It does not run during their import, where it would take a tenth of the time and find nothing.
+    """
+    gc.freeze()
+    gc.enable()
 
 
 def adopt_orphans() -> None:
