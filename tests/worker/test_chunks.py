@@ -458,6 +458,105 @@ def test_singles_beside_chunks_do_not_wait_for_them_or_swamp_the_worker(
     assert one(db, "SELECT count(*) FROM commandbus.attempt") == 0, "nothing was given back"
 
 
+def test_a_chunk_that_waits_for_more_keeps_no_slot_from_others(
+    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker
+) -> None:
+    handlers.register("orders", "index", lambda commands, ctx: None, chunk=50, chunk_wait="60s")
+    handlers.register("orders", "ship", lambda command, ctx: None)
+    send(bus, 3)
+    worker = start_worker(handlers, concurrency=1)
+    until(lambda: one(db, "SELECT count(*) FROM pgmq.q_orders__commands WHERE read_ct = 1") == 3)
+    bus.send_many("orders", [NewCommand("ship") for _ in range(20)])
+    until(lambda: statuses(db) == {"COMPLETED": 20, "PENDING": 3})
+    assert worker.stop().given_back == 3
+
+
+def test_a_chunk_that_loses_a_lease_is_asked_to_stop_and_the_others_run_again_together(
+    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker, lane: str
+) -> None:
+    sizes: list[int] = []
+
+    async def index(commands: Any, ctx: Any) -> None:
+        sizes.append(len(commands))
+        if len(sizes) == 1:
+            db.execute(
+                "DELETE FROM pgmq.q_orders__commands WHERE msg_id = (SELECT msg_id FROM commandbus.command "
+                "WHERE command_id = 'c001')"
+            )
+            await done(ctx.sleep(60))
+
+    add(handlers, lane, "index", index, chunk=4, chunk_wait="100ms", timeout=0)
+    ids = send(bus, 4)
+    start_worker(handlers, **short_lease())
+    until(lambda: statuses(db) == {"COMPLETED": 3, "PENDING": 1})  # the row of one is gone
+    assert sizes == [4, 3]
+    assert {charge(db, id_) for id_ in ids if id_ != "c001"} == {1}
+    verdict, code, text, *_ = history(db, "c000")[0]
+    assert (verdict, code) == ("WAIVED", "LEASE")
+    assert "lost" in text
+
+
+def test_a_stop_that_does_not_wait_gives_a_running_chunk_back_unmarked(
+    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker, gate: threading.Event
+) -> None:
+    sizes: list[int] = []
+
+    @handlers.handler("orders", "index", chunk=3, chunk_wait="100ms", timeout=0)
+    def index(commands: Any, ctx: Any) -> None:
+        sizes.append(len(commands))
+        if len(sizes) == 1:
+            gate.wait(60)
+
+    ids = send(bus, 3)
+    worker = start_worker(handlers, cancel_grace=0.2, shutdown_timeout=1.0)
+    until(lambda: sizes)
+    report = worker.stop()
+    assert (report.abandoned, report.unwritten, report.settled) == (3, 0, 0)
+    assert statuses(db) == {"PENDING": 3}
+    start_worker(handlers)
+    until_settled(db)
+    assert sizes == [3, 3]
+    assert {charge(db, id_) for id_ in ids} == {1}
+
+
+def test_an_async_chunk_that_blocks_the_event_loop_is_given_up(
+    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker, gate: threading.Event
+) -> None:
+    started = threading.Event()
+
+    @handlers.handler("orders", "index", chunk=3, chunk_wait="100ms", timeout=0.5)
+    async def index(commands: Any, ctx: Any) -> None:
+        if len(commands) > 1:
+            assert started.wait(20)
+            gate.wait(60)  # no await: the loop stands still
+
+    @handlers.handler("orders", "near", timeout=60)
+    async def near(command: Any, ctx: Any) -> None:
+        started.set()
+        await ctx.sleep(0.1)
+
+    send(bus, 3)
+    bus.send("orders", "near", command_id="near")
+    start_worker(handlers, cancel_grace=0.3)
+    until_settled(db)
+    assert statuses(db) == {"COMPLETED": 4}
+    assert history(db, "c001")[0][1] == "CHUNK_STUCK"
+    assert {charge(db, id_) for id_ in ("c000", "near")} == {1}
+
+
+def test_members_of_batches_and_processes_are_counted_in_the_transaction(
+    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker
+) -> None:
+    @handlers.handler("orders", "index", chunk=5, chunk_wait="100ms", transaction=True)
+    def index(commands: Any, ctx: Any, tx: Any) -> None:
+        tx.execute("INSERT INTO ledger VALUES ('chunk')")
+
+    batch = bus.create_batch("orders", [NewCommand("index") for _ in range(7)], batch_id="b")
+    start_worker(handlers)
+    found = bus.wait_for_batch("orders", batch.batch_id, wait=20)
+    assert (found.completed, found.total) == (7, 7)
+
+
 def test_a_handler_may_return_an_awaitable(
     bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker
 ) -> None:

@@ -3,10 +3,10 @@
 A chunk starts when `chunk` commands of its type are here, or `chunk_wait` after the first of them came. Nobody
 polls: the claimer's next delivery fills a chunk, and one thread sleeps until the first incomplete chunk is due.
 
-The commands wait here leased and renewed. They hold no slot, but each incomplete chunk reserves one. `rows` tells
-the claimer how many commands to claim for its free slots: with chunks a slot takes many. The claimer cannot choose
-types, so it learns from each delivery how many slots a row takes (`_Mix`). A domain whose handlers are all chunk
-handlers needs no learning.
+The commands wait here leased and renewed. They hold no slot, but a chunk that is due soon reserves one. `rows`
+tells the claimer how many commands to claim for its free slots: with chunks a slot takes many. The claimer cannot
+choose types, so it learns from each delivery how many slots a row takes (`_Mix`). A domain whose handlers are all
+chunk handlers needs no learning.
 
 Threads: the claimer calls `add`, `rows`, `slots_for`, `reserved` and `wants_more`. Any thread may call `take_back`
 and `flush`.
@@ -33,6 +33,7 @@ GROWTH: Final = 8
 FEW_SLOTS: Final = 0.1
 """If a row takes fewer slots than this, incomplete chunks are filled even if no slot is free for anything else."""
 PREFETCHED: Final = 1600
+SOON_SECONDS: Final = 0.1
 
 
 def may_join(attempt: Attempt) -> bool:
@@ -119,8 +120,14 @@ class ChunkGathering:
 
     @property
     def reserved(self) -> int:
-        """How many slots the incomplete chunks will take."""
-        return sum(bool(gathered.attempts) for gathered in self._waiting.values())
+        """How many slots the incomplete chunks will take soon. One that waits longer keeps no slot from others."""
+        soon = monotonic() + SOON_SECONDS
+        return sum(bool(gathered.attempts) and gathered.due_at <= soon for gathered in self._waiting.values())
+
+    @property
+    def is_gathering(self) -> bool:
+        """Does anything wait here?"""
+        return any(gathered.attempts for gathered in self._waiting.values())
 
     @property
     def wants_more(self) -> bool:

@@ -510,7 +510,7 @@ class WorkerRuntime:
 
     @property
     def _is_running_any(self) -> bool:
-        waiting = self.dispatcher.waiting or self.dispatcher.chunks.reserved
+        waiting = self.dispatcher.waiting or self.dispatcher.chunks.is_gathering
         return bool(self.attempts.running or self.attempts.starting or waiting)
 
     def _beat(self, now: float) -> None:
