@@ -36,7 +36,8 @@ _NAMES = {
         CommandCanceledError CommandFailedError CommandFailure CommandInTroubleshootingError
         CommandNotFoundError ConfigurationError ConnectionInUseError DatabaseUnavailableError
         DeadlineExceededError DuplicateBatchError DuplicateCommandError DuplicateHandlerError
-        DuplicateMemberError DuplicateProcessError DuplicateScheduleError EmbeddedPostgresError
+        DuplicateMemberError DuplicateProcessError DuplicateScheduleError DuplicateSignalError
+        EmbeddedPostgresError
         InvalidCommandError InvalidOperationError InvalidScheduleError LimitLostError LimitTimeoutError
         MissingPrivilegeError PermanentCommandError ProcessNotFoundError RateLimitError
         ScheduleNotFoundError SchemaError SendFailedError TransactionEndedError TransactionUsedError
@@ -73,7 +74,8 @@ _NAMES = {
     "commandbus.model.limit": "StoreName Limit LimitOptions Rate",
     "commandbus.model.page": "Page",
     "commandbus.model.process": """
-        NewProcess ProcessRecord ProcessStatus StartedProcess StepRecord StepStatus StrayReply
+        NewProcess ProcessRecord ProcessStatus SentSignal SignalRecord StartedProcess StepRecord StepStatus
+        StrayReply
     """,
     "commandbus.model.queue": "QueueInfo QueueMessage QueueMetrics",
     "commandbus.model.retry": "OnExhausted RetryPolicy",
@@ -85,6 +87,8 @@ _NAMES = {
         BaseProcessManager ProcessView StartOptions StepCommand StepReply StepView
     """,
     "commandbus.processes.saga": "Part Saga Step branch parallel sequence step",
+    "commandbus.processes.saga_waits": "Wait nested sleep wait_for",
+    "commandbus.processes.waiting_steps": "StepProcess StepSignal StepSleep StepUndo",
     "commandbus.worker.async_worker": "AsyncWorker",
     "commandbus.worker.execution.chunk_context": "AsyncChunkContext ChunkContext ChunkTransaction",
     "commandbus.worker.execution.context": "AsyncHandlerContext HandlerContext HandlerTransaction",

@@ -127,6 +127,9 @@ from commandbus.errors import (
     DuplicateScheduleError as DuplicateScheduleError,
 )
 from commandbus.errors import (
+    DuplicateSignalError as DuplicateSignalError,
+)
+from commandbus.errors import (
     EmbeddedPostgresError as EmbeddedPostgresError,
 )
 from commandbus.errors import (
@@ -358,6 +361,12 @@ from commandbus.model.process import (
     ProcessStatus as ProcessStatus,
 )
 from commandbus.model.process import (
+    SentSignal as SentSignal,
+)
+from commandbus.model.process import (
+    SignalRecord as SignalRecord,
+)
+from commandbus.model.process import (
     StartedProcess as StartedProcess,
 )
 from commandbus.model.process import (
@@ -440,6 +449,30 @@ from commandbus.processes.saga import (
 )
 from commandbus.processes.saga import (
     step as step,
+)
+from commandbus.processes.saga_waits import (
+    Wait as Wait,
+)
+from commandbus.processes.saga_waits import (
+    nested as nested,
+)
+from commandbus.processes.saga_waits import (
+    sleep as sleep,
+)
+from commandbus.processes.saga_waits import (
+    wait_for as wait_for,
+)
+from commandbus.processes.waiting_steps import (
+    StepProcess as StepProcess,
+)
+from commandbus.processes.waiting_steps import (
+    StepSignal as StepSignal,
+)
+from commandbus.processes.waiting_steps import (
+    StepSleep as StepSleep,
+)
+from commandbus.processes.waiting_steps import (
+    StepUndo as StepUndo,
 )
 from commandbus.settings import (
     Settings as Settings,

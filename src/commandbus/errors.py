@@ -148,6 +148,20 @@ class DuplicateProcessError(CommandBusError):
         self.difference = difference
 
 
+class DuplicateSignalError(CommandBusError):
+    """The signal_id is taken by another signal to the same process."""
+
+    def __init__(self, domain: str, process_id: str, signal_id: str, difference: str) -> None:
+        super().__init__(
+            f"signal_id {signal_id!r} was already sent to process {process_id!r} of domain {domain!r} with other "
+            f"content ({difference}); use a new signal_id, or the same content to get the existing signal"
+        )
+        self.domain = domain
+        self.process_id = process_id
+        self.signal_id = signal_id
+        self.difference = difference
+
+
 class ProcessNotFoundError(CommandBusError, LookupError):
     """No such process."""
 

@@ -16,8 +16,8 @@ from commandbus import (
     step,
 )
 from commandbus.model.process import FINAL, MOVES, ProcessStatus, StepStatus
-from commandbus.processes.advance_and_compensate import MalformedMessageError, Message, read_message
 from commandbus.processes.manager import ProcessView, StepReply, StepView
+from commandbus.processes.messages import MalformedMessageError, Message, read_message
 from support.engine_desk import Desk, Plain, order, wide
 
 # --- forwards ---------------------------------------------------------------------------------------------------
@@ -488,7 +488,7 @@ def test_a_retry_while_replies_are_outstanding_waits_for_them() -> None:
         (None, "is an object, not None"),
         ([1], "is an object, not"),
         ("start", "is an object, not 'start'"),
-        ({}, "event None is none of start, reply, deadline, retry"),
+        ({}, "event None is none of start, reply, deadline, wake, signal, cancel, undo, retry"),
         ({"event": "stop"}, "event 'stop' is none of"),
         ({"event": ["start"]}, "is none of"),
         ({"event": {"a": 1}}, "is none of"),

@@ -22,8 +22,9 @@ from commandbus import (
     sequence,
     step,
 )
-from commandbus.processes.advance_and_compensate import Message, advance
+from commandbus.processes.advance_and_compensate import advance
 from commandbus.processes.manager import check_manager, check_new
+from commandbus.processes.messages import Message
 from commandbus.processes.saga import Part
 from commandbus.worker.process_messages import _answer
 from support.engine_desk import TX, Desk, Plain

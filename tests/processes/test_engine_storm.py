@@ -20,8 +20,9 @@ from commandbus import (
     step,
 )
 from commandbus.model.process import ProcessStatus, StepStatus
-from commandbus.processes.advance_and_compensate import Advance, MalformedMessageError, Message, read_message
 from commandbus.processes.manager import ProcessView
+from commandbus.processes.messages import MalformedMessageError, Message, read_message
+from commandbus.processes.moves import Advance
 from commandbus.processes.saga import Branch, Chain, Parallel, Part, Step
 from support.engine_desk import Desk, wide
 

@@ -12,9 +12,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from commandbus import BaseProcessManager, Saga, StepCommand, parallel, step
-from commandbus.model.process import MOVES, ProcessStatus
-from commandbus.processes.advance_and_compensate import Advance, Message, advance, read_message
+from commandbus.model.process import MOVES, NESTED_MOVES, ProcessStatus
+from commandbus.processes.advance_and_compensate import advance
 from commandbus.processes.manager import ProcessView
+from commandbus.processes.messages import Message, read_message
+from commandbus.processes.moves import Advance
+from commandbus.processes.waiting_steps import Signal, SignalQuery
 
 HOOKS = ("on_started", "on_completed", "on_compensating", "on_compensated", "on_failed", "on_canceled")
 TX = object()
@@ -29,6 +32,7 @@ class Desk:
     hooks: list[str] = field(default_factory=list)
     log: list[tuple[str, str]] = field(default_factory=list)  # what happened to which step, in order
     states: list[ProcessStatus] = field(default_factory=list)
+    signals: list[tuple[str, Signal]] = field(default_factory=list)  # all that were sent, with their names
 
     def __post_init__(self) -> None:
         state = self.manager.dump_state(self.manager.create_state({} if self.data is None else self.data))
@@ -57,6 +61,24 @@ class Desk:
         """Reply to the outstanding step of this name."""
         return self.reply(next(one.number for one in self.view.outstanding if one.name == name), outcome, result)
 
+    def send_signal(self, name: str, data: Any = None) -> Message:
+        """The message of a signal, which the process may handle later."""
+        row = len(self.signals) + 1
+        self.signals.append((name, Signal(row, f"s{row}", data)))
+        return Message("signal", details={"name": name}, command_id=f"s{row}")
+
+    def signal(self, name: str, data: Any = None) -> Advance:
+        return self.tell(self.send_signal(name, data))
+
+    def wake(self, name: str = "sleep") -> Advance:
+        return self.tell(Message("wake", next(one.number for one in self.view.outstanding if one.name == name)))
+
+    def next_signal(self, asked: SignalQuery) -> Signal | None:
+        """As processes/next_signal.sql."""
+        gone = {one.command_id for one in self.view.steps if one.kind == "signal"} | set(asked.taken)
+        left = (one for name, one in self.signals if name == asked.name and one.command_id not in gone)
+        return next(left, None)
+
     def request_cancel(self) -> None:
         self.view.cancel = {"by": "ann", "reason": None}
 
@@ -78,6 +100,9 @@ class Desk:
             except StopIteration as stop:
                 made: Advance = stop.value
                 return made
+            if isinstance(asked, SignalQuery):
+                answer = self.next_signal(asked)
+                continue
             if asked.function.__name__ in HOOKS:
                 self.hooks.append(asked.function.__name__)
                 assert asked.args == (view, TX)
@@ -93,7 +118,10 @@ class Desk:
         self.log += [("sent" if one.step.undoes is None else "undo", one.step.name) for one in made.sends]
 
     def _move(self, status: ProcessStatus) -> None:
-        assert status in MOVES[self.view.status], f"{self.view.status} → {status}"
+        more = (
+            NESTED_MOVES.get(self.view.status, frozenset()) if self.view.parent_step is not None else frozenset()
+        )
+        assert status in MOVES[self.view.status] | more, f"{self.view.status} → {status}"
         self.view.status = status
         self.states.append(status)
 

@@ -7,7 +7,8 @@
                            COMPLETED │            COMPENSATED | CANCELED | FAILED
                                      └── IN_PROGRESS ◄── an operator's retry ──┘
 
-A process moves only by messages, one transaction each: its start, a reply, a deadline, an operator's retry.
+A process moves only by messages, one transaction each: its start, a reply, a signal, a timer, an operator's retry.
+A nested process that had completed is undone with its parent: COMPLETED ──► COMPENSATING.
 IN_PROGRESS: its next message is on the way, and no step is outstanding. WAITING_FOR_TSQ: one of its commands, or a
 message that its own code could not handle, is in the troubleshooting queue; when that has left the queue, the
 process returns to its former status. A failed step makes the process compensate. If there was nothing to undo, the
@@ -28,6 +29,7 @@ from commandbus.model.json_values import Json
 from commandbus.quick_dataclass import dataclass
 
 DEFAULT_DOMAIN = "processes"
+MAX_DEPTH = 10  # levels of nested processes: one that starts itself again and again ends here
 
 
 class ProcessStatus(StrEnum):
@@ -78,6 +80,14 @@ MOVES: Mapping[ProcessStatus, frozenset[ProcessStatus]] = {
     ProcessStatus.COMPENSATED: frozenset(),
     ProcessStatus.CANCELED: frozenset(),
 }
+NESTED_MOVES: Mapping[ProcessStatus, frozenset[ProcessStatus]] = {
+    ProcessStatus.COMPLETED: frozenset(
+        {ProcessStatus.COMPENSATING, ProcessStatus.WAITING_FOR_TSQ, ProcessStatus.COMPENSATED}
+    ),
+    ProcessStatus.FAILED: frozenset({ProcessStatus.COMPENSATING, ProcessStatus.COMPENSATED}),
+    ProcessStatus.COMPENSATED: frozenset({ProcessStatus.COMPENSATED}),
+}
+"""Further moves of a nested process: its parent is undone, and undoes it."""
 
 
 class StepStatus(StrEnum):
@@ -109,10 +119,37 @@ class StartedProcess(NamedTuple):
     created: bool = True
 
 
+class SentSignal(NamedTuple):
+    """The receipt of a signal. `created` is False if the same signal had been sent before."""
+
+    domain: str
+    process_id: str
+    name: str
+    signal_id: str
+    created: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class SignalRecord:
+    """A signal that a process got. `step` is the number of the step that took it; None if no step has. `by` is who
+    sent it, if that is known. `status` is that of its message, whose command_id it has."""
+
+    signal_id: str
+    name: str
+    data: Json
+    sent_at: datetime
+    by: str | None
+    step: int | None
+    status: str
+    command_id: str
+
+
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """One line of a process's trail: a command that it sent, and the outcome.
+    """One line of a process's trail: a command that it sent, or something that it waited for, and the outcome.
 
+    `kind` is None for a command. It is "signal" (`command_type` is the name of the signal), "sleep" (until
+    `deadline_at`) or "process" (domain, command_id and command_type are those of the nested process) otherwise.
     `undoes` is the number of the step that this one compensates. `command_status` is the status of the command, as
     long as the command is kept. `data` is the data of the command.
     """
@@ -131,6 +168,7 @@ class StepRecord:
     error: Mapping[str, Json] | None
     command_status: str | None = None
     data: Json = None
+    kind: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,8 +188,9 @@ class ProcessRecord:
     """Everything that is known about a process now.
 
     `waits_for` says in words what it waits for. `failure` says why it compensates or ended (`type`, `code`,
-    `message`, `step`). `troubles` are its commands in the troubleshooting queue. Only `get_process` fills `steps`
-    and `strays` (replies that moved nothing, with the reason).
+    `message`, `step`). `troubles` are its commands in the troubleshooting queue. `parent` names the process that
+    it is nested in, and the number of the step there (`domain`, `process_id`, `step`). Only `get_process` fills
+    `steps`, `signals` and `strays` (replies that moved nothing, with the reason).
     """
 
     id: int
@@ -177,3 +216,5 @@ class ProcessRecord:
     steps: list[StepRecord] = field(default_factory=list)
     troubles: list[Mapping[str, Json]] = field(default_factory=list)
     strays: list[StrayReply] = field(default_factory=list)
+    signals: list[SignalRecord] = field(default_factory=list)
+    parent: Mapping[str, Json] | None = None

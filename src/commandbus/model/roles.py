@@ -1,10 +1,10 @@
 """The least-privilege roles, as SQL. docs/roles.md says what each may do, and what roles do not separate.
 
-reader: looks. producer: sends, starts processes, makes batches, and asks what became of what it can name; it
-lists and reads nothing of others. limiter: for applications that use `bus.limit`; a producer does not have it,
-because who takes part in a limit can hold up the others. worker: claims, settles, declares limits and schedules,
-and all that a producer may, because handlers send. operator: the troubleshooting queue, cancel, pause, prune,
-limits, breakers, schedules, batches and processes (to send again what failed is to send). None of them owns
+reader: looks. producer: sends, starts and signals processes, makes batches, and asks what became of what it can
+name; it lists and reads nothing of others. limiter: for applications that use `bus.limit`; a producer does not
+have it, because who takes part in a limit can hold up the others. worker: claims, settles, declares limits and
+schedules, and all that a producer may, because handlers send. operator: the troubleshooting queue, cancel, pause,
+prune, limits, breakers, schedules, batches and processes (to send again what failed is to send). None of them owns
 anything or is a superuser; queues are created by the role that migrated.
 
 Hot statements run on plain grants, by column where a whole table would be too much. What needs more goes through
@@ -51,6 +51,7 @@ _SENDING = (
     "close_batch(text, bigint)",
     "start_processes(text, text, bigint, json, boolean)",
     "compare_processes(text, text, bigint, json)",
+    "signal_process(text, text, text, json)",
 )
 _NAMED = (
     "batch_named(text, text, bigint)",

@@ -30,6 +30,7 @@ from commandbus.model.durations import Duration, parse_seconds
 from commandbus.model.json_values import Json, JsonValue
 from commandbus.model.process import DEFAULT_DOMAIN, NewProcess, ProcessStatus, StepStatus
 from commandbus.model.retry import OnExhausted, RetryPolicy
+from commandbus.processes.waiting_steps import StepKind, StepUndo, WaitingStep
 from commandbus.quick_dataclass import dataclass
 
 S = TypeVar("S")
@@ -72,7 +73,8 @@ class StepReply:
 @dataclass(slots=True)
 class StepView:
     """A step that was sent, as the process's code sees it. `closed` numbers the replies in the order in which they
-    were handled. `undoes` is the number of the step that it compensates."""
+    were handled. `undoes` is the number of the step that it compensates. `kind` is None for a command. `signal` is
+    the name of the signal that it waits for."""
 
     number: int
     name: str
@@ -84,11 +86,14 @@ class StepView:
     domain: str = ""
     command_id: str = ""
     timer: int | None = None
+    kind: StepKind | None = None
+    signal: str | None = None
 
 
 @dataclass(slots=True)
 class ProcessView(Generic[S]):
-    """A process, as its code sees it."""
+    """A process, as its code sees it. `parent_step` is None unless it is a nested process. It is the number of the
+    step of the parent that waits for it; negative if that step is the compensation that undoes it."""
 
     process_id: str
     process_type: str
@@ -101,6 +106,7 @@ class ProcessView(Generic[S]):
     created_at: datetime | None = None
     deadline_at: datetime | None = None
     steps: list[StepView] = field(default_factory=list)
+    parent_step: int | None = None
 
     @property
     def outstanding(self) -> list[StepView]:
@@ -160,8 +166,9 @@ class BaseProcessManager(Generic[S]):
         process."""
         raise NotImplementedError(f"{type(self).__name__}.first_step")
 
-    def build_command(self, step: str, state: S) -> StepCommand:
-        """The command of a step."""
+    def build_command(self, step: str, state: S) -> StepCommand | WaitingStep:
+        """The command of a step. A step without a command is a StepSignal (it waits for a signal), a StepSleep, or
+        a StepProcess (it starts a nested process)."""
         raise NotImplementedError(f"{type(self).__name__}.build_command")
 
     def update_state(self, step: str, reply: StepReply, state: S) -> S | None:
@@ -179,8 +186,8 @@ class BaseProcessManager(Generic[S]):
         returns None."""
         return None if process.outstanding else self.next_step(step, reply, process.state)
 
-    def compensation(self, step: str, state: S) -> StepCommand | None:
-        """The command that undoes a step; None if there is nothing to undo."""
+    def compensation(self, step: str, state: S) -> StepCommand | StepUndo | None:
+        """The command that undoes a step; None if there is nothing to undo. StepUndo() undoes a nested process."""
         return None
 
     # --- hooks: in the transaction that moves the process (`tx.connection`) ----------------------------

@@ -14,6 +14,7 @@ its result. Commands get the whole state as data, unless `data=` (a function of 
 
 `parallel(a, b, …)` runs its parts at once and goes on when all are done. `sequence(a, b, …)` is one part of
 several steps. `branch(condition, then, otherwise)` takes one part or the other, by the state at that moment.
+Parts that wait are in `saga_waits.py`.
 """
 
 from __future__ import annotations
@@ -29,9 +30,10 @@ from commandbus.model.json_values import Json, JsonValue
 from commandbus.model.process import DEFAULT_DOMAIN, StepStatus
 from commandbus.model.retry import OnExhausted, RetryPolicy, check_on_exhausted
 from commandbus.processes.manager import BaseProcessManager, ProcessView, StepCommand, StepReply
+from commandbus.processes.saga_waits import State, Wait
+from commandbus.processes.waiting_steps import StepUndo, WaitingStep
 from commandbus.quick_dataclass import dataclass
 
-State: TypeAlias = dict[str, Json]
 Data: TypeAlias = Callable[[State], JsonValue]
 
 
@@ -72,7 +74,7 @@ class Branch:
     otherwise: Part
 
 
-Part: TypeAlias = "Step | Chain | Parallel | Branch"
+Part: TypeAlias = "Step | Wait | Chain | Parallel | Branch"
 
 
 def step(
@@ -169,10 +171,12 @@ class Saga(BaseProcessManager[State]):
         self.retry_policy = retry_policy  # type: ignore[misc]
         self.isolation = isolation  # type: ignore[misc]
         self._whole = Chain(_checked(parts, f"saga {process_type!r}"))
-        self._steps: dict[str, Step] = {}
+        self._steps: dict[str, Step | Wait] = {}
         for one in _steps(self._whole):
             if one.name in self._steps:
-                raise ConfigurationError(f"saga {process_type!r} has two steps named {one.name!r}")
+                raise ConfigurationError(
+                    f"saga {process_type!r} has two steps named {one.name!r}: name them (name=…)"
+                )
             self._steps[one.name] = one
         ways: set[str] = set()
         for way in _branches(self._whole):
@@ -192,7 +196,7 @@ class Saga(BaseProcessManager[State]):
     def create_state(self, data: Json) -> dict[str, Json]:
         """Returns the data of the start. Each step's result is added to it, under the step's name."""
         state = super().create_state(data)
-        if taken := sorted(state.keys() & self._steps.keys()):
+        if taken := sorted(name for name in state.keys() & self._steps.keys() if self._keeps(name)):
             raise PermanentCommandError(
                 f"saga {self.process_type!r} keeps the result of step {taken[0]!r} under that name: "
                 f"rename that key of the data"
@@ -214,20 +218,29 @@ class Saga(BaseProcessManager[State]):
         sent = done | {one.name for one in process.outstanding}
         return self._ready(self._whole, done, sent, process.state)[0]
 
-    def build_command(self, step: str, state: State) -> StepCommand:
+    def build_command(self, step: str, state: State) -> StepCommand | WaitingStep:
         """The step's command. Its data is the state, or the result of `data`."""
         one = self._steps[step]
+        if isinstance(one, Wait):
+            return one.build(state)
         data = dict(state) if one.data is None else one.data(state)
         return StepCommand(one.domain, one.command_type, data, **one.options)
 
     def update_state(self, step: str, reply: StepReply, state: State) -> None:
         """Keep a step's result under its name."""
-        if reply.is_success:
+        if reply.is_success and self._keeps(step):
             state[step] = reply.result
 
-    def compensation(self, step: str, state: State) -> StepCommand | None:
+    def _keeps(self, step: str) -> bool:
+        """Does the state keep the result of this step?"""
+        one = self._steps.get(step)
+        return not isinstance(one, Wait) or one.has_result
+
+    def compensation(self, step: str, state: State) -> StepCommand | StepUndo | None:
         """The command that undoes a step, if it has one."""
         one = self._steps.get(step)
+        if isinstance(one, Wait):
+            return one.undo
         if one is None or one.undo is None:
             return None
         data = dict(state) if one.undo_data is None else one.undo_data(state)
@@ -235,7 +248,7 @@ class Saga(BaseProcessManager[State]):
 
     def _ready(self, part: Part, done: set[str], sent: set[str], state: State) -> tuple[list[str], bool]:
         """The steps of a part that can be sent now, and whether the part is done."""
-        if isinstance(part, Step):
+        if isinstance(part, Step | Wait):
             return ([] if part.name in sent else [part.name]), part.name in done
         if isinstance(part, Branch):
             if part.name not in state:
@@ -251,8 +264,8 @@ class Saga(BaseProcessManager[State]):
         return [], True
 
 
-def _steps(part: Part) -> Iterator[Step]:
-    if isinstance(part, Step):
+def _steps(part: Part) -> Iterator[Step | Wait]:
+    if isinstance(part, Step | Wait):
         yield part
     elif isinstance(part, Branch):
         yield from _steps(part.then)
@@ -263,7 +276,7 @@ def _steps(part: Part) -> Iterator[Step]:
 
 
 def _label(part: Part) -> str:
-    return part.name if isinstance(part, Step | Branch) else ",".join(_label(one) for one in part.parts)
+    return part.name if isinstance(part, Step | Wait | Branch) else ",".join(_label(one) for one in part.parts)
 
 
 def _branches(part: Part) -> Iterator[Branch]:
@@ -271,16 +284,17 @@ def _branches(part: Part) -> Iterator[Branch]:
         yield part
         yield from _branches(part.then)
         yield from _branches(part.otherwise)
-    elif not isinstance(part, Step):
+    elif not isinstance(part, Step | Wait):
         for one in part.parts:
             yield from _branches(one)
 
 
 def _checked(parts: tuple[Part, ...], where: str) -> tuple[Part, ...]:
     for part in parts:
-        if not isinstance(part, Step | Chain | Parallel | Branch):
+        if not isinstance(part, Step | Wait | Chain | Parallel | Branch):
             raise ConfigurationError(
-                f"{where} is made of step(…), sequence(…), parallel(…) and branch(…), not {names.shown(part)}"
+                f"{where} is made of step(…), wait_for(…), sleep(…), nested(…), sequence(…), parallel(…) and "
+                f"branch(…), not {names.shown(part)}"
             )
     return parts
 

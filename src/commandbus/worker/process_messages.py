@@ -22,19 +22,17 @@ from commandbus.db.drivers import run, run_async
 from commandbus.errors import PermanentCommandError, ProcessMovedError, TransientCommandError
 from commandbus.flow.batches.fold_and_complete import fold
 from commandbus.flow.operation import Operation
-from commandbus.flow.processes.move import Loaded, apply, line_up, load, set_aside
+from commandbus.flow.processes.loaded import Loaded
+from commandbus.flow.processes.move import apply, line_up, load, next_signal, set_aside, touch
 from commandbus.logger import safe_logger
 from commandbus.model import names, payload
 from commandbus.model.command import Command
 from commandbus.model.process import ProcessStatus
-from commandbus.processes.advance_and_compensate import (
-    MalformedMessageError,
-    Message,
-    StepCall,
-    advance,
-    read_message,
-)
+from commandbus.processes.advance_and_compensate import advance
 from commandbus.processes.manager import BaseProcessManager, ProcessView, is_async
+from commandbus.processes.messages import MalformedMessageError, Message, read_message
+from commandbus.processes.moves import Advance, StepCall
+from commandbus.processes.waiting_steps import SignalQuery
 from commandbus.worker.execution.context import AsyncHandlerContext, HandlerContext
 
 logger = safe_logger("commandbus.worker")
@@ -126,7 +124,7 @@ def _talk(manager: BaseProcessManager[Any], command: Command, row_id: int, tx: A
         yield set_aside(command.domain, loaded.id, data, what)
         return End()
     try:
-        message = read_message(data)
+        message = read_message(data, command.command_id)
     except MalformedMessageError as error:
         yield set_aside(command.domain, loaded.id, data, str(error))
         return End()
@@ -135,19 +133,42 @@ def _talk(manager: BaseProcessManager[Any], command: Command, row_id: int, tx: A
         view.state = yield StepCall(manager.load_state, (view.state,))
     else:
         view.state = yield StepCall(manager.create_state, (view.data,))
-    made = yield from advance(manager, view, message, tx)
+    made = yield from _advance(manager, loaded, message, tx)
     if made.aside is not None:
         if not _is_overtaken(message, view):
             yield set_aside(command.domain, loaded.id, data, made.aside)
+        return End()
+    if made.touches:
+        yield touch(loaded)
         return End()
     state = yield StepCall(manager.dump_state, (view.state,))
     yield apply(loaded, made, _dump_state(manager, state, max_bytes), max_bytes=max_bytes)
     return End(loaded.batch if view.status.is_final else None)
 
 
+def _advance(
+    manager: BaseProcessManager[Any], loaded: Loaded, message: Message, tx: Any
+) -> Generator[StepCall | Operation[Any], Any, Advance]:
+    """What the message does; the database answers questions about signals."""
+    moves, answer = advance(manager, loaded.view, message, tx), None
+    while True:
+        try:
+            asked = moves.send(answer)
+        except StopIteration as stop:
+            made: Advance = stop.value
+            return made
+        answer = yield next_signal(loaded, asked) if isinstance(asked, SignalQuery) else asked
+
+
 def _is_overtaken(message: Message, view: ProcessView[Any]) -> bool:
-    """Is it a timer that is not needed any more, or the start of a process that was canceled first?"""
-    return message.event == "deadline" or (
+    """Is it a message that nobody needs any more? A timer (but a FAILED process that is retried must wake up), a
+    request to cancel what has ended, a signal that was taken, or the start of a process that was canceled
+    first."""
+    if message.event == "wake":
+        return view.status is not ProcessStatus.FAILED
+    if message.event == "signal":
+        return any(step.kind == "signal" and step.command_id == message.command_id for step in view.steps)
+    return message.event in ("deadline", "cancel") or (
         message.event == "start" and view.status is ProcessStatus.CANCELED and not view.steps
     )
 

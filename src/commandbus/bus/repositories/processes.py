@@ -20,11 +20,13 @@ if TYPE_CHECKING:
     from commandbus.flow.processes import inspect as process_inspect
     from commandbus.flow.processes import operate as process_operate
     from commandbus.flow.processes import process_of_command
+    from commandbus.flow.processes import signal as process_signal
     from commandbus.model.batch import CreatedBatch, WhenComplete
     from commandbus.model.process import (
         NewProcess,
         ProcessRecord,
         ProcessStatus,
+        SentSignal,
         StartedProcess,
         StepRecord,
         StrayReply,
@@ -34,6 +36,7 @@ else:
     process_inspect = lazy("commandbus.flow.processes.inspect")
     process_of_command = lazy("commandbus.flow.processes.process_of_command")
     process_operate = lazy("commandbus.flow.processes.operate")
+    process_signal = lazy("commandbus.flow.processes.signal")
 
 
 class ProcessRepository(Repository):
@@ -161,6 +164,31 @@ class ProcessRepository(Repository):
         operation = process_inspect.list_strays(domain, process_id=process_id, limit=limit, cursor=cursor)
         return self._bus.run(operation, conn)
 
+    def signal(
+        self,
+        domain: str,
+        process_id: str,
+        name: str,
+        data: JsonValue = None,
+        *,
+        signal_id: str | None = None,
+        operator: str | None = None,
+        conn: object = None,
+    ) -> SentSignal:
+        """Send a signal to a process, for a step that waits for it now or later (`wait_for`); with `conn` in the
+        caller's transaction. Exactly one step takes it.
+
+        `signal_id` is an idempotency key: the same id with the same content sends nothing twice; with other
+        content it raises DuplicateSignalError. Raises ProcessNotFoundError, or InvalidOperationError if the
+        process has ended or is being undone. `operator` is recorded as the sender.
+        """
+        operation = process_signal.signal(
+            domain, process_id, name, data, signal_id=signal_id,
+            operator=None if operator is None else operate.operator_action(operator).operator,
+            max_bytes=self._bus.settings.max_payload_bytes,
+        )  # fmt: skip
+        return self._bus.run(operation, conn)
+
     def cancel(
         self,
         domain: str,
@@ -207,5 +235,6 @@ class AsyncProcessRepository(AsyncRepository):
     list_by_type = awaited(ProcessRepository.list_by_type)
     list_by_batch = awaited(ProcessRepository.list_by_batch)
     list_strays = awaited(ProcessRepository.list_strays)
+    signal = awaited(ProcessRepository.signal)
     cancel = awaited(ProcessRepository.cancel)
     retry = awaited(ProcessRepository.retry)

@@ -15,6 +15,7 @@ from commandbus import sql
 from commandbus.flow.batches.fold_and_complete import fold_now
 from commandbus.flow.commands.reply import Reply, deliver
 from commandbus.flow.operation import Statement, Steps
+from commandbus.flow.processes.tell_the_end import parent_of, reply_to_parent
 from commandbus.model import payload
 
 Count = Literal["t", "c", "f", "x", "q"]
@@ -82,13 +83,17 @@ def _count(members: Iterable[Member], change: dict[Count, int]) -> dict[int, Cou
 
 def _abandon(messages: Sequence[int], why: str, counts: dict[int, Counter[Count]]) -> Steps[None]:
     rows = yield Statement(sql.text("processes/abandon"), {"messages": list(messages), "why": why})
-    for batch, was_troubled, _, _ in rows:
+    for batch, was_troubled, *_ in rows:
         if batch is not None:
             found = counts.setdefault(batch, Counter())
             found["f"] += 1
             found["q"] -= was_troubled
-    if replies := [Reply(reply_to, message) for _, _, reply_to, message in rows if reply_to is not None]:
+    told = [(queue, message, parent_of(*parent)) for _, _, queue, message, *parent in rows if queue is not None]
+    if replies := [Reply(queue, message) for queue, message, parent in told if parent is None]:
         yield from deliver(replies)
+    for queue, message, parent in told:
+        if parent is not None:
+            yield from reply_to_parent(queue, parent, message)
 
 
 def _release(members: Sequence[Member], counts: dict[int, Counter[Count]]) -> Steps[None]:

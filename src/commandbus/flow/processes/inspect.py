@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from datetime import UTC, datetime
 from typing import Any
 
 from commandbus import sql
@@ -11,7 +12,14 @@ from commandbus.flow.operation import Row, Statement, Steps, operation
 from commandbus.model import names
 from commandbus.model.page import Page, cut, id_of
 from commandbus.model.payload import loads_or_none
-from commandbus.model.process import ProcessRecord, ProcessStatus, StepRecord, StepStatus, StrayReply
+from commandbus.model.process import (
+    ProcessRecord,
+    ProcessStatus,
+    SignalRecord,
+    StepRecord,
+    StepStatus,
+    StrayReply,
+)
 
 
 @operation(atomic=False)
@@ -55,6 +63,10 @@ def get_process(domain: str, process_id: str) -> Steps[ProcessRecord | None]:
     record: ProcessRecord = found[0]
     rows = yield Statement(sql.text("processes/trail"), {"process": record.id})
     record.steps.extend(_step(row) for row in rows)
+    signals = yield Statement(sql.text("processes/signals"), {"process": record.id})
+    record.signals.extend(
+        SignalRecord(signal_id, name, loads_or_none(data), *rest) for signal_id, name, data, *rest in signals
+    )
     strays = yield Statement(
         b"SELECT id, domain, created_at, reason, message::text FROM commandbus.stray_reply "
         b"WHERE process = %(process)s ORDER BY id",
@@ -92,7 +104,7 @@ def list_strays(
 def _step(row: Row) -> StepRecord:
     """A row of processes/trail.sql."""
     number, name, undoes, status, domain, command_id, command_type, *rest = row
-    sent_at, finished_at, deadline_at, result, error, command_status, data = rest
+    sent_at, finished_at, deadline_at, result, error, command_status, data, kind = rest
     return StepRecord(
         number=number,
         name=name,
@@ -108,13 +120,14 @@ def _step(row: Row) -> StepRecord:
         error=loads_or_none(error),
         command_status=command_status,
         data=loads_or_none(data),
+        kind=kind,
     )
 
 
 def _record(row: Row) -> ProcessRecord:
     (id_, domain, process_id, process_type, status, is_compensating, data, state, created_at, started_at,
      updated_at, finished_at, deadline_at, batch_id, reply_to, correlation_id, failure, cancel, in_tsq,
-     outstanding, troubles, failing) = row  # fmt: skip
+     outstanding, troubles, failing, parent) = row  # fmt: skip
     status = ProcessStatus(status)
     troubled: list[Mapping[str, Any]] = loads_or_none(troubles) or []
     return ProcessRecord(
@@ -139,6 +152,7 @@ def _record(row: Row) -> ProcessRecord:
         in_tsq,
         _waits_for(status, loads_or_none(outstanding) or [], troubled, loads_or_none(failing), domain),
         troubles=troubled,
+        parent=loads_or_none(parent),
     )
 
 
@@ -160,9 +174,32 @@ def _waits_for(
         what = f"its own message {failing['command_id']!r} of domain {domain!r}"
         return f"{what}, which is tried again: attempt number {failing['number']} failed: {failing['error']}"
     if outstanding:
-        return "the reply to " + ", ".join(
-            f"{'step' if one['undoes'] is None else 'the compensation'} {one['name']!r} "
-            f"(command {one['command_id']!r} of domain {one['domain']!r})"
-            for one in outstanding
-        )
+        replies = [_reply(one) for one in outstanding if one["kind"] is None]
+        told = ["the reply to " + ", ".join(replies)] if replies else []
+        return "; ".join(told + [_other(one) for one in outstanding if one["kind"] is not None])
     return f"a worker of domain {domain!r} to handle its next message"
+
+
+def _reply(step: Mapping[str, Any]) -> str:
+    what = "step" if step["undoes"] is None else "the compensation"
+    return f"{what} {step['name']!r} (command {step['command_id']!r} of domain {step['domain']!r})"
+
+
+def _other(step: Mapping[str, Any]) -> str:
+    """What a step waits for that has sent no command."""
+    since = f"since {_moment(step['sent_at'])}"
+    until = "" if step["deadline_at"] is None else f" until {_moment(step['deadline_at'])}"
+    if step["kind"] == "signal":
+        return f"the signal {step['command_type']!r} {since}{until}"
+    if step["kind"] == "sleep":
+        return f"the end of its sleep at {_moment(step['deadline_at'])}"
+    what = "the end of" if step["undoes"] is None else "the undoing of"
+    return (
+        f"{what} the nested process {step['command_id']!r} of domain {step['domain']!r} "
+        f"(step {step['name']!r}), which is {step['nested']}"
+    )
+
+
+def _moment(text: str) -> str:
+    """An instant from JSON, to the second."""
+    return datetime.fromisoformat(text).astimezone(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")

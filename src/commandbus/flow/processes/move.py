@@ -10,42 +10,29 @@ Order within `apply`: commands to cancel (queue row → command row), commands t
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from psycopg import errors as pg
 
 from commandbus import sql
 from commandbus.errors import InvalidOperationError, PermanentCommandError, ProcessMovedError
-from commandbus.flow.batches.fold_and_complete import fold_now
 from commandbus.flow.commands import operate
-from commandbus.flow.commands.reply import Reply, deliver
 from commandbus.flow.commands.send import Outgoing, explain_missing, prepare
 from commandbus.flow.operation import Row, Statement, Steps, operation
-from commandbus.model import names, payload
-from commandbus.model.command import NewCommand, new_command_id
+from commandbus.flow.processes import begin_waits
+from commandbus.flow.processes.loaded import Loaded
+from commandbus.flow.processes.messages import dump, seconds_until, send_message
+from commandbus.flow.processes.tell_the_end import parent_of, tell_the_end
+from commandbus.model import names
+from commandbus.model.command import NewCommand
 from commandbus.model.durations import parse_seconds
 from commandbus.model.payload import loads_or_none
 from commandbus.model.process import ProcessStatus, StepStatus
-from commandbus.processes.advance_and_compensate import Advance, Sending
-from commandbus.processes.manager import ProcessView, StepView
+from commandbus.processes.manager import ProcessView, StepCommand, StepView
+from commandbus.processes.moves import Advance
+from commandbus.processes.waiting_steps import Signal, SignalQuery
 
 _LOCK_SPACE = 0x636D6270  # "cmbp": advisory locks of processes that several messages want to move
-_OUTCOMES = {ProcessStatus.COMPLETED: "SUCCESS", ProcessStatus.CANCELED: "CANCELED"}
-
-
-class Loaded(NamedTuple):
-    """A process as it was read; `view.state` is still JSON."""
-
-    id: int
-    domain: str
-    version: int
-    batch: int | None
-    reply_to: str | None
-    correlation_id: str | None
-    timer: int | None
-    has_state: bool
-    is_its_message: bool
-    view: ProcessView[Any]
 
 
 @operation(atomic=False)
@@ -70,7 +57,8 @@ def load(domain: str, process_id: str, *, message: int | None = None) -> Steps[L
     if not rows:
         return None
     (id_, process_id, process_type, status, version, is_compensating, data, state, cancel, failure, created_at,
-     deadline_at, batch, reply_to, correlation_id, timer, steps, is_its_message) = rows[0]  # fmt: skip
+     deadline_at, batch, reply_to, correlation_id, timer, parent, parent_step, root, depth, steps,
+     is_its_message) = rows[0]  # fmt: skip
     view = ProcessView(
         process_id,
         process_type,
@@ -82,10 +70,37 @@ def load(domain: str, process_id: str, *, message: int | None = None) -> Steps[L
         loads_or_none(failure),
         created_at,
         deadline_at,
-        [StepView(**{**step, "status": StepStatus(step["status"])}) for step in loads_or_none(steps) or []],
+        [_step_view(**step) for step in loads_or_none(steps) or []],
+        parent_step,
     )
-    has_state = state is not None
-    return Loaded(id_, domain, version, batch, reply_to, correlation_id, timer, has_state, is_its_message, view)
+    return Loaded(
+        id_, domain, version, batch, reply_to, correlation_id, timer, state is not None, is_its_message,
+        parent, root, depth or 0, view,
+    )  # fmt: skip
+
+
+def _step_view(*, status: str, waits: list[Any] | None, **fields: Any) -> StepView:
+    kind, name = (None, None) if waits is None else waits
+    return StepView(**fields, status=StepStatus(status), kind=kind, signal=name if kind == "signal" else None)
+
+
+@operation(atomic=False)
+def next_signal(loaded: Loaded, asked: SignalQuery) -> Steps[Signal | None]:
+    """The oldest signal of this name that no step has taken; None if there is none."""
+    rows = yield Statement(
+        sql.text("processes/next_signal"),
+        {"process": loaded.id, "name": asked.name, "taken": list(asked.taken)},
+    )
+    return Signal(rows[0][0], rows[0][1], loads_or_none(rows[0][2])) if rows else None
+
+
+@operation(atomic=True)
+def touch(loaded: Loaded) -> Steps[None]:
+    """Count a move that changes nothing. Raises ProcessMovedError if the process has moved."""
+    asked = {"id": loaded.id, "version": loaded.version}
+    rows = yield Statement(sql.text("processes/touch"), asked)
+    if not rows:
+        raise _moved(loaded)
 
 
 @operation(atomic=True)
@@ -100,13 +115,19 @@ def apply(loaded: Loaded, made: Advance, state: str, *, max_bytes: int) -> Steps
         forgotten.append(timer)
         timer = None
     elif not loaded.has_state and view.deadline_at is not None and not view.status.is_final:
-        timer = yield from _set_timer(loaded, {"event": "deadline"}, None)
-    for sending in made.sends:
-        yield from _send_step(loaded, sending, max_bytes)
+        seconds = yield from seconds_until(view.deadline_at)
+        timer = yield from _set_timer(loaded, {"event": "deadline"}, seconds)
+    for step, command in ((sending.step, sending.command) for sending in made.sends):
+        if isinstance(command, StepCommand):
+            yield from _send_step(loaded, step, command, max_bytes)
+        elif not (yield from begin_waits.begin(loaded, step, command, max_bytes)):
+            yield from _check_unmoved(loaded)
+            raise begin_waits.is_taken(step, command)
     if forgotten:
         yield Statement(sql.text("processes/forget_timers", domain=loaded.domain), {"timers": forgotten})
     closed = [
         {"n": step.number, "s": step.status, "k": step.closed, "v": step.result, "e": step.error}
+        | ({"c": made.taken[step.number], "i": step.command_id} if step.number in made.taken else {})
         for step in made.closed
     ]
     rows = yield Statement(
@@ -118,9 +139,11 @@ def apply(loaded: Loaded, made: Advance, state: str, *, max_bytes: int) -> Steps
             "is_final": view.status.is_final,
             "is_compensating": view.is_compensating,
             "state": state,
-            "failure": None if view.failure is None else _dump(view.failure),
+            "failure": None if view.failure is None else dump(view.failure),
             "timer": timer,
-            "closed": _dump(closed),
+            "cancel": None if view.cancel is None else dump(view.cancel),
+            "parent_step": view.parent_step,
+            "closed": dump(closed),
         },
     )
     if not rows:
@@ -133,6 +156,7 @@ def apply(loaded: Loaded, made: Advance, state: str, *, max_bytes: int) -> Steps
             reply_to=loaded.reply_to,
             correlation_id=loaded.correlation_id,
             batch=None,  # the worker that handles the message folds after the commit
+            parent=parent_of(loaded.parent, view.parent_step),
         )
 
 
@@ -142,7 +166,7 @@ def set_aside(domain: str, process: int | None, message: Any, reason: str) -> St
     yield Statement(
         b"INSERT INTO commandbus.stray_reply (domain, process, message, reason) "
         b"VALUES (%(domain)s, %(process)s, %(message)s::json, %(reason)s)",
-        {"domain": domain, "process": process, "message": _dump(message), "reason": reason},
+        {"domain": domain, "process": process, "message": dump(message), "reason": reason},
     )
 
 
@@ -151,8 +175,14 @@ def _cancel_steps(loaded: Loaded, cancels: list[tuple[StepView, str]]) -> Steps[
     wanted = [
         (step.domain, step.command_id, operate.operator_action(operator, why[:8192], "CANCEL"))
         for step, why in cancels
+        if step.kind is None
     ]
     yield from cancel_commands(loaded.id, wanted)
+    for step, why in cancels:
+        if step.kind == "process":
+            yield from begin_waits.tell_nested(
+                loaded, step, {"event": "cancel", "by": operator, "reason": why[:8192]}
+            )
 
 
 def cancel_commands(process: int, wanted: list[tuple[str, str, operate.OperatorAction]]) -> Steps[None]:
@@ -201,14 +231,15 @@ def lock_troubled(process: int) -> Steps[list[Row]]:
     )
 
 
-def _prepare(loaded: Loaded, sending: Sending, max_bytes: int) -> tuple[str, Outgoing, float | None]:
+def _prepare(
+    loaded: Loaded, step: StepView, command: StepCommand, max_bytes: int
+) -> tuple[str, Outgoing, float | None]:
     """A step's domain, its checked command, and how long the step may take."""
-    step, command = sending.step, sending.command
     try:
         new = NewCommand(
             command.command_type,
             command.data,
-            _own_id(loaded.view, sending),
+            _own_id(loaded.view, step, command),
             loaded.correlation_id or loaded.view.process_id,
             max_attempts=command.max_attempts,
             delay=command.delay,
@@ -224,9 +255,8 @@ def _prepare(loaded: Loaded, sending: Sending, max_bytes: int) -> tuple[str, Out
         ) from None
 
 
-def _send_step(loaded: Loaded, sending: Sending, max_bytes: int) -> Steps[None]:
-    step = sending.step
-    domain, outgoing, deadline = _prepare(loaded, sending, max_bytes)
+def _send_step(loaded: Loaded, step: StepView, command: StepCommand, max_bytes: int) -> Steps[None]:
+    domain, outgoing, deadline = _prepare(loaded, step, command, max_bytes)
     timer = None
     if deadline:
         timer = yield from _set_timer(loaded, {"event": "deadline", "step": step.number}, deadline)
@@ -280,71 +310,14 @@ def _moved(loaded: Loaded) -> ProcessMovedError:
     return ProcessMovedError(f"process {loaded.view.process_id!r} was moved by somebody else meanwhile")
 
 
-def _own_id(view: ProcessView[Any], sending: Sending) -> str | None:
+def _own_id(view: ProcessView[Any], step: StepView, command: StepCommand) -> str | None:
     """The manager's command_id; with this step's number added if an earlier attempt at the step has the same
     id."""
-    own = sending.command.command_id
-    if own is not None and any(step.command_id == own for step in view.steps if step is not sending.step):
-        return f"{own}~{sending.step.number}"
+    own = command.command_id
+    if own is not None and any(one.command_id == own for one in view.steps if one is not step):
+        return f"{own}~{step.number}"
     return own
 
 
-def _set_timer(loaded: Loaded, data: dict[str, Any], seconds: float | None) -> Steps[int]:
-    """Send a message to the process for later: at its deadline, or after these seconds."""
-    if seconds is None:
-        rows = yield Statement(
-            b"SELECT greatest(extract(epoch FROM %(at)s::timestamptz - pg_catalog.clock_timestamp()), 0)::float8",
-            {"at": loaded.view.deadline_at},
-        )
-        seconds = rows[0][0]
+def _set_timer(loaded: Loaded, data: dict[str, Any], seconds: float) -> Steps[int]:
     return (yield from send_message(loaded.domain, loaded.view, loaded.id, data, delay=seconds))
-
-
-def send_message(
-    domain: str, view: ProcessView[Any], id_: int, data: dict[str, Any], *, delay: float = 0.0
-) -> Steps[int]:
-    """A message to a process, now or later. Returns its command's row id."""
-    rows = yield Statement(
-        sql.text("processes/message", domain=domain),
-        {
-            "domain": domain,
-            "command_id": new_command_id(),
-            "process_type": view.process_type,
-            "process_id": view.process_id,
-            "process": id_,
-            "data": _dump({"process": view.process_id} | data),
-            "delay": delay,
-        },
-    )
-    message: int = rows[0][0]
-    return message
-
-
-def tell_the_end(
-    view: ProcessView[Any],
-    domain: str,
-    state: str,
-    *,
-    reply_to: str | None,
-    correlation_id: str | None,
-    batch: int | None,
-) -> Steps[None]:
-    """Tell a process's starter how it ended, and fold its batch; `state` is JSON text."""
-    if reply_to is not None:
-        reply = {
-            "outcome": _OUTCOMES.get(view.status, "FAILED"),
-            "domain": domain,
-            "process_id": view.process_id,
-            "process_type": view.process_type,
-            "status": view.status,
-            "correlation_id": correlation_id,
-            "error": view.failure,
-        }
-        message = _dump(reply)[:-1] + f',"result":{state}}}'
-        yield from deliver([Reply(reply_to, message)])
-    if batch is not None:
-        yield from fold_now([batch])
-
-
-def _dump(value: Any) -> str:
-    return payload.dump(value, what="rows", max_bytes=1 << 30)

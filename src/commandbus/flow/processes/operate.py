@@ -13,7 +13,9 @@ from commandbus.flow.batches.fold_and_complete import fold_now
 from commandbus.flow.commands import operate
 from commandbus.flow.commands.send import explain_missing
 from commandbus.flow.operation import Plan, Row, Statement, Steps, operation
-from commandbus.flow.processes.move import cancel_commands, send_message, tell_the_end
+from commandbus.flow.processes.messages import send_message
+from commandbus.flow.processes.move import cancel_commands
+from commandbus.flow.processes.tell_the_end import parent_of, tell_the_end
 from commandbus.model import names
 from commandbus.model.payload import loads_or_none
 from commandbus.model.process import ProcessStatus
@@ -42,12 +44,19 @@ def _request_cancel(domain: str, process_id: str, what: operate.OperatorAction) 
     )
     if not rows:
         raise (yield from _refusal(domain, process_id, "cancel"))
-    status, has_ended, batch, reply_to, correlation_id, process_type = rows[0]
+    (id_, status, has_ended, batch, reply_to, correlation_id, process_type, parent, parent_step,
+     waits) = rows[0]  # fmt: skip
+    request = {"by": what.operator, "reason": what.reason}
+    view: ProcessView[Any] = ProcessView(
+        process_id, process_type, ProcessStatus.CANCELED, None, None, cancel=request
+    )
     if has_ended:
-        view: ProcessView[Any] = ProcessView(process_id, process_type, ProcessStatus.CANCELED, None, None)
         yield from tell_the_end(
-            view, domain, "null", reply_to=reply_to, correlation_id=correlation_id, batch=batch
-        )
+            view, domain, "null", reply_to=reply_to, correlation_id=correlation_id, batch=batch,
+            parent=parent_of(parent, parent_step),
+        )  # fmt: skip
+    elif waits:  # no command of it ends now, so that no reply would come
+        yield from send_message(domain, view, id_, {"event": "cancel"} | request)
     return ProcessStatus(status)
 
 
@@ -87,24 +96,29 @@ def retry_process(domain: str, process_id: str, what: operate.OperatorAction) ->
     id_, process_type, batch, ended = rows[0]
     view: ProcessView[Any] = ProcessView(process_id, process_type, ProcessStatus.IN_PROGRESS, None, None)
     asked = {"by": what.operator, "reason": what.reason}
-    for data in loads_or_none(ended) or [{"event": "retry"}]:
-        yield from send_message(domain, view, id_, data | {"operator": asked})
+    missed = loads_or_none(ended) or []
+    if all(item["delay"] for item in missed):  # also if it missed nothing
+        missed.append({"message": {"event": "retry"}, "delay": 0.0})
+    for item in missed:
+        yield from send_message(domain, view, id_, item["message"] | {"operator": asked}, delay=item["delay"])
     if batch is not None:
         yield from fold_now([batch])
 
 
 def _refusal(domain: str, process_id: str, verb: str) -> Steps[CommandBusError]:
     rows = yield Statement(
-        b"SELECT status, is_compensating FROM commandbus.process "
+        b"SELECT status, is_compensating, parent FROM commandbus.process "
         b"WHERE domain = %(domain)s AND process_id = %(id)s",
         {"domain": domain, "id": process_id},
     )
     if not rows:
         return ProcessNotFoundError(f"no process {process_id!r} in domain {domain!r}")
-    status, is_compensating = rows[0]
+    status, is_compensating, parent = rows[0]
     why = f"it is {status}"
     if verb == "cancel" and is_compensating and not ProcessStatus(status).is_final:
         why = f"it is being undone already ({status})"
+    elif verb == "retry" and status == "FAILED" and parent is not None:
+        why = "it is nested in another process, which was told that it FAILED: retry that one"
     elif verb == "retry":
         why += "; only a FAILED process can be retried"
     return InvalidOperationError(f"cannot {verb} process {process_id!r} of domain {domain!r}: {why}")

@@ -318,7 +318,8 @@ CREATE INDEX batch_delta_batch ON commandbus.batch_delta (batch);
 
 -- A process (saga). `version` counts its moves: every move names the version that it has seen. `in_tsq` is how many of its
 -- commands are in the troubleshooting queue. `cancel`: somebody asked to cancel it. `failure`: why it does not go on, or
--- compensates. `timer`: the message that comes at its deadline.
+-- compensates. `timer`: the message that comes at its deadline. A nested process has a `parent`, whose step `parent_step`
+-- waits for it (-n: its n-th step is the compensation that undoes it). `root`: the process at the top, `depth` levels above.
 CREATE TABLE commandbus.process (
     id               bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
     domain           text NOT NULL,
@@ -332,6 +333,10 @@ CREATE TABLE commandbus.process (
     in_tsq           integer NOT NULL DEFAULT 0,
     batch            bigint,
     timer            bigint,
+    parent           bigint,
+    parent_step      integer,
+    root             bigint,
+    depth            integer,
     created_at       timestamptz NOT NULL DEFAULT now(),
     started_at       timestamptz,
     updated_at       timestamptz NOT NULL DEFAULT now(),
@@ -348,15 +353,20 @@ CREATE TABLE commandbus.process (
 CREATE INDEX process_batch ON commandbus.process (batch, id) WHERE batch IS NOT NULL;
 CREATE INDEX process_unfinished ON commandbus.process (batch) WHERE batch IS NOT NULL AND finished_at IS NULL;
 
--- The trail of a process: one row per command that it sent. `number` is counted from 1; `undoes` is the number of the
--- step that this one compensates. `closed` is the order in which the replies were handled.
+-- The trail of a process: one row per command that it sent, or per wait. `number` is counted from 1; `undoes` is the number
+-- of the step that this one compensates. `closed` is the order in which the replies were handled.
+--
+-- kind   null: a command. 'signal': it waits for the signal that command_type names; `command` and command_id are the
+--        message of the signal that it took. 'sleep': until deadline_at. 'process': domain, command_id and command_type
+--        are those of a nested process
 CREATE TABLE commandbus.process_step (
     process       bigint NOT NULL,
     number        integer NOT NULL,
     name          text NOT NULL,
     undoes        integer,
     status        text NOT NULL DEFAULT 'SENT' CHECK (status IN ('SENT', 'COMPLETED', 'FAILED', 'CANCELED')),
-    command       bigint NOT NULL,
+    kind          text CHECK (kind IN ('signal', 'sleep', 'process')),
+    command       bigint CHECK (command IS NOT NULL OR kind IS NOT NULL),
     timer         bigint,
     domain        text NOT NULL,
     command_id    text NOT NULL,
@@ -1130,7 +1140,7 @@ CREATE FUNCTION commandbus.forget_timers(p_timers bigint[]) RETURNS bigint
     WITH gone AS (
         DELETE FROM commandbus.command
          WHERE id = ANY (p_timers) AND process IS NOT NULL AND step = 0 AND status = 'PENDING'
-           AND data ->> 'event' = 'deadline' AND commandbus.caller_may(domain, 'DELETE')
+           AND data ->> 'event' IN ('deadline', 'wake') AND commandbus.caller_may(domain, 'DELETE')
         RETURNING id
     ), attempts AS (
         DELETE FROM commandbus.attempt WHERE command IN (SELECT id FROM gone)
@@ -1138,6 +1148,72 @@ CREATE FUNCTION commandbus.forget_timers(p_timers bigint[]) RETURNS bigint
         DELETE FROM commandbus.operator_action WHERE command IN (SELECT id FROM gone)
     )
     SELECT count(*) FROM gone
+$$;
+
+-- Sends a signal to a process: a message to it. Returns the message's row id and null; or why nothing was sent: 'missing',
+-- 'exists' (the same signal), 'undone', the status of a process that has ended, 'other: …' (the id is taken by something
+-- else), 'unseen' (by something that this transaction cannot see).
+--
+-- Locks: new rows only. Indexes: process_domain_process_id_key, command_domain_command_id_key.
+CREATE FUNCTION commandbus.signal_process(p_domain text, p_process_id text, p_command_id text, p_message json)
+    RETURNS TABLE (id bigint, refusal text)
+    LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+DECLARE
+    v_process commandbus.process;
+    v_command commandbus.command;
+    v_id bigint;
+BEGIN
+    PERFORM commandbus.check_caller(p_domain, 'INSERT');
+    SELECT p.* INTO v_process FROM commandbus.process p WHERE p.domain = p_domain AND p.process_id = p_process_id;
+    IF v_process.id IS NULL THEN
+        RETURN QUERY SELECT NULL::bigint, 'missing';
+        RETURN;
+    END IF;
+    FOR i IN 1..2 LOOP
+        SELECT c.* INTO v_command FROM commandbus.command c WHERE c.domain = p_domain AND c.command_id = p_command_id;
+        IF v_command.id IS NOT NULL THEN
+            RETURN QUERY SELECT v_command.id, CASE
+                WHEN v_command.process IS DISTINCT FROM v_process.id OR v_command.step IS DISTINCT FROM 0
+                     OR v_command.data ->> 'event' IS DISTINCT FROM 'signal' THEN 'other: it is no signal'
+                WHEN v_command.data ->> 'name' IS DISTINCT FROM p_message ->> 'name' THEN 'other: name'
+                WHEN NOT commandbus.is_same_json(v_command.data -> 'data', p_message -> 'data') THEN 'other: data'
+                ELSE 'exists' END;
+            RETURN;
+        ELSIF i = 2 THEN
+            RETURN QUERY SELECT NULL::bigint, 'unseen';
+            RETURN;
+        ELSIF v_process.finished_at IS NOT NULL THEN
+            RETURN QUERY SELECT NULL::bigint, v_process.status;
+            RETURN;
+        ELSIF v_process.is_compensating OR v_process.cancel IS NOT NULL THEN
+            RETURN QUERY SELECT NULL::bigint, 'undone';
+            RETURN;
+        END IF;
+        EXECUTE format($sql$
+WITH sent AS (
+    INSERT INTO commandbus.command (domain, command_id, command_type, msg_id, correlation_id, data, process, step)
+    VALUES ($1, $2, $3, nextval(%1$L::regclass), $4, $5, $6, 0)
+    ON CONFLICT (domain, command_id) DO NOTHING
+    RETURNING id, msg_id
+), queued AS (
+    INSERT INTO pgmq.%2$I (msg_id, vt, message) OVERRIDING SYSTEM VALUE
+    SELECT msg_id, clock_timestamp(), jsonb_build_object('command', id) FROM sent
+    RETURNING vt
+), woken AS MATERIALIZED (
+    SELECT pg_notify('commandbus_' || $1, extract(epoch FROM vt)::text)
+      FROM queued
+     WHERE EXISTS (SELECT FROM commandbus.waiting WHERE domain = $1 AND expires_at > now())
+)
+SELECT id FROM sent WHERE (SELECT count(*) FROM woken) >= 0
+$sql$, format('pgmq.%I', 'q_' || p_domain || '__commands_msg_id_seq'), 'q_' || p_domain || '__commands')
+            INTO v_id
+            USING p_domain, p_command_id, v_process.process_type, p_process_id, p_message, v_process.id;
+        IF v_id IS NOT NULL THEN
+            RETURN QUERY SELECT v_id, NULL::text;
+            RETURN;
+        END IF;
+    END LOOP;
+END
 $$;
 
 -- --- Pruning ---------------------------------------------------------------------------------------------------------
@@ -1158,7 +1234,7 @@ CREATE FUNCTION commandbus.callers_domains() RETURNS text[]
 $$;
 
 -- Removes a bite of finished commands and everything about them. Commands of unfinished batches and processes stay, and
--- those of processes that finished within the age. Returns how many were removed; the last id that was looked at, so that
+-- those of processes that finished within the age (for a nested process, the process at the top counts, too). Returns how many were removed; the last id that was looked at, so that
 -- the next bite continues from there instead of walking over rows that stay; and whether all commands that were looked at
 -- are too young, which ends the walk (a command that was sent later cannot have finished earlier than that).
 --
@@ -1192,7 +1268,10 @@ BEGIN
                            AND (v_domains IS NULL OR s.domain = ANY (v_domains)))
            AND NOT EXISTS (SELECT FROM commandbus.batch b WHERE b.id = c.batch AND b.finished_at IS NULL)
            AND NOT EXISTS (SELECT FROM commandbus.process p
-                            WHERE p.id = c.process AND (p.finished_at IS NULL OR p.finished_at >= v_before))
+                            WHERE p.id = c.process
+                              AND (p.finished_at IS NULL OR p.finished_at >= v_before
+                                   OR EXISTS (SELECT FROM commandbus.process r WHERE r.id = p.root
+                                                 AND (r.finished_at IS NULL OR r.finished_at >= v_before))))
            FOR UPDATE SKIP LOCKED
     ), gone AS (
         DELETE FROM commandbus.command c WHERE c.id IN (SELECT o.id FROM old o) RETURNING c.id
@@ -1261,7 +1340,9 @@ BEGIN
            AND p.finished_at < v_before
            AND (v_domains IS NULL OR p.domain = ANY (v_domains))
            AND NOT EXISTS (SELECT FROM commandbus.command c WHERE c.process = p.id)
-           FOR UPDATE SKIP LOCKED
+           AND NOT EXISTS (SELECT FROM commandbus.process r
+                            WHERE r.id = p.root AND (r.finished_at IS NULL OR r.finished_at >= v_before))
+           FOR UPDATE OF p SKIP LOCKED
     ), gone AS (
         DELETE FROM commandbus.process p WHERE p.id IN (SELECT o.id FROM old o) RETURNING p.id
     ), steps AS (

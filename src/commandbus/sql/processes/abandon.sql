@@ -1,13 +1,14 @@
 -- A person canceled, or completed by hand, messages that a process had not handled. The process cannot go on by itself, so
--- it fails. (If the message was only a timer, the process goes on, without a deadline.) Returns the processes that failed,
--- where to reply, and whether another of their commands is in the troubleshooting queue: a failed process does not
--- count as waiting for it any more.
+-- it fails. (If the message was only a timer, the process goes on, without a deadline. If it was a signal, the process goes
+-- on without the signal.) Returns the processes that failed, where to reply, the parent and its step if it is a nested
+-- process, and whether another of their commands is in the troubleshooting queue: a failed process does not count as
+-- waiting for it any more.
 --
 -- Locks: process rows in key order. Index: the key.
 WITH locked AS MATERIALIZED (
     SELECT id FROM commandbus.process
      WHERE id IN (SELECT process FROM commandbus.command
-                   WHERE id = ANY (%(messages)s::bigint[]) AND data ->> 'event'::text IS DISTINCT FROM 'deadline')
+                   WHERE id = ANY (%(messages)s::bigint[]) AND COALESCE(data ->> 'event'::text NOT IN ('deadline', 'signal'), true))
        AND finished_at IS NULL
      ORDER BY id
        FOR NO KEY UPDATE
@@ -18,10 +19,11 @@ WITH locked AS MATERIALIZED (
                                                   'message', %(why)s::text)
      WHERE p.id IN (SELECT id FROM locked)
     RETURNING p.id, p.batch, p.in_tsq, p.reply_to, p.domain, p.process_id, p.process_type, p.correlation_id, p.failure,
-              p.state
+              p.state, p.parent, p.parent_step
 )
 SELECT batch, in_tsq > 0, reply_to,
        pg_catalog.json_build_object(
            'outcome', 'FAILED', 'domain', domain, 'process_id', process_id, 'process_type', process_type,
-           'status', 'FAILED', 'correlation_id', correlation_id, 'error', failure, 'result', state)::text
+           'status', 'FAILED', 'correlation_id', correlation_id, 'error', failure, 'result', state)::text,
+       parent, parent_step
   FROM failed ORDER BY id

@@ -5,7 +5,11 @@ SELECT p.id, p.domain, p.process_id, p.process_type, p.status, p.is_compensating
        p.failure::text, p.cancel::text, p.in_tsq,
        (SELECT pg_catalog.json_agg(pg_catalog.json_build_object(
                    'number', s.number, 'name', s.name, 'undoes', s.undoes, 'domain', s.domain,
-                   'command_id', s.command_id, 'command_type', s.command_type) ORDER BY s.number)
+                   'command_id', s.command_id, 'command_type', s.command_type, 'kind', s.kind,
+                   'sent_at', s.sent_at, 'deadline_at', s.deadline_at,
+                   'nested', CASE WHEN s.kind = 'process' THEN
+                       (SELECT n.status FROM commandbus.process n
+                         WHERE n.domain = s.domain AND n.process_id = s.command_id) END) ORDER BY s.number)
           FROM commandbus.process_step s WHERE s.process = p.id AND s.status = 'SENT')::text,
        CASE WHEN p.in_tsq > 0 THEN
            (SELECT pg_catalog.json_agg(pg_catalog.json_build_object(
@@ -19,7 +23,11 @@ SELECT p.id, p.domain, p.process_id, p.process_type, p.status, p.is_compensating
               JOIN commandbus.attempt a ON a.command = c.id
              WHERE c.process = p.id AND c.step = 0
                AND c.status OPERATOR(pg_catalog.=) 'PENDING' AND a.error IS NOT NULL
-             ORDER BY a.finished_at DESC LIMIT 1) END::text
+             ORDER BY a.finished_at DESC LIMIT 1) END::text,
+       CASE WHEN p.parent IS NOT NULL THEN
+           (SELECT pg_catalog.json_build_object('domain', n.domain, 'process_id', n.process_id,
+                                                'step', pg_catalog.abs(p.parent_step))
+              FROM commandbus.process n WHERE n.id = p.parent) END::text
   FROM commandbus.process p LEFT JOIN commandbus.batch b ON b.id = p.batch
  WHERE (%(domain)s::text IS NULL OR p.domain = %(domain)s)
    AND (%(process_id)s::text IS NULL OR p.process_id = %(process_id)s)

@@ -1,5 +1,6 @@
--- Lets a FAILED process go on. Returns what a message to it needs, and as JSON the messages that it has missed: those
--- that somebody ended before the process handled them, and replies that came while it was FAILED. They are sent again.
+-- Lets a FAILED process go on; a nested process only if it is being undone. Returns what a message to it needs, and as JSON the messages that it has missed: those
+-- that somebody ended before the process handled them, and replies that came while it was FAILED. They are sent again, after
+-- a delay if a sleep is not over.
 --
 -- If its batch was canceled and all other members are final, that cancellation is done, even if a crash prevented its
 -- record. Then no sweep cancels this process again, unless somebody asks once more. Otherwise the sweep must go on, for the
@@ -13,6 +14,7 @@ WITH moved AS (
            failure = CASE WHEN is_compensating THEN failure END, updated_at = pg_catalog.now(),
            version = version + 1
      WHERE domain = %(domain)s AND process_id = %(process_id)s AND status = 'FAILED'
+       AND (parent IS NULL OR is_compensating)
     RETURNING id, process_type, batch, in_tsq
 ), counted AS (
     INSERT INTO commandbus.batch_delta (batch, failed, in_tsq)
@@ -32,11 +34,17 @@ WITH moved AS (
     UNION ALL
     SELECT 2, s.id, s.message FROM moved m JOIN commandbus.stray_reply s ON s.process = m.id
 ), wanted AS (
-    SELECT DISTINCT ON (s.number) s.number, message
+    SELECT DISTINCT ON (s.number) s.number, message,
+           CASE WHEN s.kind = 'sleep' THEN greatest(extract(epoch FROM s.deadline_at - pg_catalog.clock_timestamp()), 0)
+                ELSE 0 END AS delay
       FROM moved m
       JOIN commandbus.process_step s ON s.process = m.id AND s.status = 'SENT'
-      JOIN missed ON message ->> 'event'::text = 'reply' AND message ->> 'step'::text = s.number::text
-                 AND message #>> '{reply,outcome}'::text[] IN ('SUCCESS', 'FAILED', 'CANCELED')
+      JOIN missed ON message ->> 'step'::text = s.number::text
+                 AND (message ->> 'event'::text = 'wake' AND s.kind = 'sleep'
+                      OR message ->> 'event'::text = 'reply'
+                         AND message #>> '{reply,outcome}'::text[] IN ('SUCCESS', 'FAILED', 'CANCELED'))
      ORDER BY s.number, missed.rank, missed.id
 )
-SELECT id, process_type, batch, (SELECT pg_catalog.json_agg(message ORDER BY number)::text FROM wanted) FROM moved
+SELECT id, process_type, batch, 
+       (SELECT pg_catalog.json_agg(pg_catalog.json_build_object('message', message, 'delay', delay) ORDER BY number)::text
+          FROM wanted) FROM moved

@@ -3,7 +3,7 @@
 -- Locks: none. Indexes: the keys, command_process.
 SELECT p.id, s.domain, s.command_id, false
   FROM commandbus.process p JOIN commandbus.process_step s ON s.process = p.id
- WHERE p.domain = %(domain)s AND p.process_id = %(process_id)s AND s.status = 'SENT'
+ WHERE p.domain = %(domain)s AND p.process_id = %(process_id)s AND s.status = 'SENT' AND s.kind IS NULL
 UNION ALL
 SELECT p.id, c.domain, c.command_id, p.finished_at IS NULL
   FROM commandbus.process p JOIN commandbus.command c ON c.process = p.id
