@@ -88,7 +88,9 @@ _NAMES = {
     """,
     "commandbus.processes.saga": "Part Saga Step branch parallel sequence step",
     "commandbus.processes.saga_waits": "Wait nested sleep wait_for",
-    "commandbus.processes.waiting_steps": "StepProcess StepSignal StepSleep StepUndo",
+    "commandbus.processes.waiting_steps": """
+        OnTimeout StepKind StepProcess StepSignal StepSleep StepUndo WaitingStep
+    """,
     "commandbus.worker.async_worker": "AsyncWorker",
     "commandbus.worker.execution.chunk_context": "AsyncChunkContext ChunkContext ChunkTransaction",
     "commandbus.worker.execution.context": "AsyncHandlerContext HandlerContext HandlerTransaction",

@@ -463,6 +463,12 @@ from commandbus.processes.saga_waits import (
     wait_for as wait_for,
 )
 from commandbus.processes.waiting_steps import (
+    OnTimeout as OnTimeout,
+)
+from commandbus.processes.waiting_steps import (
+    StepKind as StepKind,
+)
+from commandbus.processes.waiting_steps import (
     StepProcess as StepProcess,
 )
 from commandbus.processes.waiting_steps import (
@@ -473,6 +479,9 @@ from commandbus.processes.waiting_steps import (
 )
 from commandbus.processes.waiting_steps import (
     StepUndo as StepUndo,
+)
+from commandbus.processes.waiting_steps import (
+    WaitingStep as WaitingStep,
 )
 from commandbus.settings import (
     Settings as Settings,

@@ -37,13 +37,19 @@ from commandbus import (
     Settings,
     Snooze,
     StepCommand,
+    StepProcess,
     StepReply,
+    StepSignal,
+    StepSleep,
     TroubleshootingQueue,
     Worker,
     WorkerWatchdog,
     handler,
     load_settings,
+    nested,
+    sleep,
     step,
+    wait_for,
 )
 from commandbus.flow.commands import send
 from commandbus.flow.processes import start
@@ -51,6 +57,7 @@ from commandbus.model import unique_key
 from commandbus.model.api_errors import api_failure
 from commandbus.model.durations import ACCEPTED
 from commandbus.model.handle import given_by
+from commandbus.processes import waiting_steps
 from commandbus.settings import SETTINGS
 from support.public_api import all_parameters
 from support.workers import quick_settings
@@ -65,6 +72,8 @@ NOT_ONE = {
     "RateLimitError(retry_after)": "takes all forms, and headers; never refuses: a 429 must not get lost",
     "ScheduleTimes(every)": "the parsed form; ScheduleTimes.make takes all forms",
     "CallTimeoutError(seconds)": "made by bus.call, which has parsed it",
+    "sleep(until)": "an instant",
+    "StepSleep(until)": "an instant",
 }
 RECORDS = {
     *("BatchRecord", "BreakerInfo", "CommandRecord", "DomainStatus", "Estimate", "Hold", "KeyLine", "LimitInfo"),
@@ -127,6 +136,12 @@ def dump(new: NewCommand) -> object:
 
 
 TRIES: dict[str, Try] = {
+    "wait_for(deadline)": lambda value: wait_for("ok", deadline=value),
+    "sleep(duration)": sleep,
+    "nested(deadline)": lambda value: nested("x", "other", deadline=value),
+    "StepSignal(deadline)": lambda value: waiting_steps.check(StepSignal("ok", deadline=value)),
+    "StepSleep(duration)": lambda value: waiting_steps.check(StepSleep(value)),
+    "StepProcess(deadline)": lambda value: waiting_steps.check(StepProcess("other", deadline=value)),
     **made("send(delay)", lambda bus, value: bus.send("orders", "x", delay=value)),
     **made("send(timeout)", lambda bus, value: bus.send("orders", "x", timeout=value)),
     **made("send(expires)", lambda bus, value: bus.send("orders", "x", expires=value)),

@@ -72,6 +72,7 @@ ANY_IS_LEFT = {
     r"(Async)?Transaction\((ctx|stack)\)": "made by us: a context and a stack of either kind",
     r"(BaseProcessManager|Saga)\.on_\w+\(tx\)": "a HandlerTransaction, of a layer above; sync or async",
     r"HandlerRegistry\.register_process\(manager\)|ProcessReplyRouter\(managers\)": "managers of any state",
+    r"StepProcess[.(]process\)?|nested\(process\)": "managers of any state",
     r"(Async)?(PgmqClient|\w+Repository|AuditLogger)\(source\)": "psycopg's rows",
     r"AsyncWorker\(options\)": "those of Worker, which checks them",
     r"HandlerRegistry\.dispatch(\(context\))?": "any context; the result is the handler's own",
@@ -85,7 +86,7 @@ def test_any_is_left_only_where_there_is_a_reason() -> None:
     found |= {each.label for each in all_parameters() if re.search(r"\bAny\b", each.annotation)}
     unexplained = {label for label in found if not any(re.fullmatch(known, label) for known in ANY_IS_LEFT)}
     assert not unexplained
-    assert len(found) <= 70, sorted(found)
+    assert len(found) <= 73, sorted(found)
 
 
 NOT_LISTS = {"CommandBus.send_many", "CommandBus.start_processes", "CommandBus.wait_all"}

@@ -8,7 +8,16 @@ import re
 import pytest
 from cli_harness import Program, run
 
-from commandbus import BusinessRuleException, HandlerRegistry, PermanentCommandError, Worker
+from commandbus import (
+    BusinessRuleException,
+    HandlerRegistry,
+    PermanentCommandError,
+    Saga,
+    Worker,
+    nested,
+    sleep,
+    wait_for,
+)
 from commandbus.cli.exit_codes import ExitCode
 from commandbus.flow.processes.move import set_aside
 from support.sagas import BARE, ORDER, TYPES, World
@@ -392,3 +401,55 @@ def test_a_database_without_the_schema_is_told(empty_database):
         answer = run("--database", empty_database, *words)
         assert answer.code == ExitCode.DATABASE
         assert "commandbus migrate" in answer.err
+
+
+# --- processes that wait ----------------------------------------------------------------------------------------
+
+
+INNER = Saga("inner", sleep("3d"))
+OUTER = Saga("outer", wait_for("approval", deadline="2d"), nested("delivery", INNER))
+
+
+@pytest.fixture
+def waiting(sagas, bus, database):
+    """A worker for a process that waits for a signal, and then for a nested process that sleeps."""
+    handlers = HandlerRegistry()
+    for saga in (INNER, OUTER):
+        handlers.register_process(saga)
+    bus.start_process(OUTER, {}, process_id="p1")
+    with Worker(handlers, settings=quick_settings(database)):
+        until(lambda: bus.get_process("processes", "p1").status == "WAITING_FOR_REPLY")
+        yield sagas
+
+
+def test_a_signal_is_sent_and_shown(waiting, bus):
+    assert re.search(r"the signal 'approval' since .* UTC until .* UTC", waiting("process", "list").out)
+    words = ["process", "signal", "p1", "approval", "--data", '{"yes": true}', "--signal-id", "s1"]
+    answer = waiting(*words, "--operator", "ann")
+    assert (answer.code, answer.out) == (0, "sent: signal approval to process p1 of domain processes\n")
+    until(lambda: bus.get_process("processes", "p1/delivery") is not None)
+    assert waiting(*words, "--json").document == {
+        "domain": "processes", "process_id": "p1", "name": "approval", "signal_id": "s1", "created": False,
+    }  # fmt: skip
+    until(lambda: "its sleep" in str(bus.get_process("processes", "p1/delivery").waits_for))
+    shown = waiting("process", "show", "p1").out
+    assert "waits for" in shown
+    assert "the end of the nested process 'p1/delivery'" in re.sub(r"\s+", " ", shown)
+    assert re.search(r"approval +s1 .* ann +approval +\{.yes.: ?true\}", shown), shown
+    inner = waiting("process", "show", "p1/delivery").out
+    assert re.search(r"nested in +processes p1 \(step 2\)", inner), inner
+    assert re.search(r"sleep .*until 20", inner), inner
+
+
+def test_signals_that_cannot_be_sent(waiting, bus):
+    missing = waiting("process", "signal", "nobody", "approval")
+    assert (missing.code, "nobody" in missing.err) == (ExitCode.NOT_FOUND, True)
+    assert waiting("process", "signal", "p1", "approval", "--data", "{").code == ExitCode.USAGE
+    assert waiting("process", "signal", "p1", "x", "--signal-id", "s").code == 0
+    other = waiting("process", "signal", "p1", "y", "--signal-id", "s")
+    assert other.code == ExitCode.REFUSED
+    assert "signal_id 's' was already sent" in other.err
+    bus.cancel_process("processes", "p1")
+    ends(bus, "p1", "CANCELED")
+    refused = waiting("process", "signal", "p1", "approval")
+    assert (refused.code, "it is CANCELED" in refused.err) == (ExitCode.REFUSED, True)

@@ -24,6 +24,12 @@ SMALL = sorted(FOLDER.glob("*.py"))
 
 # What each prints, as regular expressions, one a line.
 PRINTED = {
+    "approval": [
+        *(rf"  {name}" for name in ("reserve", "pack", "send_parcel", "ask_for_a_review")),
+        r"Ann: COMPLETED, None",
+        *(rf"  {name}" for name in ("reserve", "release")),
+        r"Bob: COMPENSATED, step 2 \(approval\) failed: no signal 'approval' came in time",
+    ],
     "async_handlers": [r"ten attempts ran at once: \['PAGE 0', 'PAGE 1', 'PAGE 2'\] …"],
     "batch": [
         r"sent: 500",

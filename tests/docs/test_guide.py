@@ -343,6 +343,20 @@ def test_the_process_example_runs(bus: CommandBus, database: str) -> None:
     assert (record.status, did) == ("COMPLETED", ["reserve", "charge", "ship"])
 
 
+def test_the_example_of_a_signal_runs(bus: CommandBus, database: str) -> None:
+    handlers = HandlerRegistry()
+    for command_type in ("block_amount", "unblock", "pay"):
+        handlers.register("billing", command_type, lambda command, ctx: None)
+    for domain in ("processes", "billing"):
+        bus.create_domain(domain)
+    code = "from commandbus import Saga, step\n" + block("python", "bus.signal(")
+    exec(code, {"bus": bus, "handlers": handlers})
+    Worker(handlers, database_url=database).run(until_idle=True)
+    record = bus.get_process("processes", "payout-3")
+    assert record is not None
+    assert (record.status, record.state["approval"]) == ("COMPLETED", {"by": "ann"})
+
+
 def test_the_sending_example_runs(bus: CommandBus) -> None:
     bus.create_queue("shop_replies")
     names: dict[str, Any] = {"bus": bus}

@@ -114,7 +114,7 @@ def serve_orders(shop: Shop) -> None:
 
 def test_every_block_of_the_page_is_run_by_a_test_here() -> None:
     known = (
-        "order = Saga(", "def charge(", "conn.execute(", "trip = Saga(", "class ClaimProcess",
+        "order = Saga(", "def charge(", "conn.execute(", "trip = Saga(", "purchase = Saga(", "class ClaimProcess",
         "TroubleshootingQueue", "commandbus worker", "ProcessReplyRouter", "create_process_batch",
         "commandbus process", "The books balance",
     )  # fmt: skip
@@ -219,6 +219,22 @@ def test_the_trip_goes_its_ways(shop: Shop, price: int, did: list[str]) -> None:
     assert shop.did.index("book_hotel") < shop.did.index("book_table")
     assert record.steps[-1].data == {"total": 2 * price}
     assert record.deadline_at is not None
+
+
+def test_the_purchase_waits_sleeps_and_is_delivered(shop: Shop, db: psycopg.Connection[Any]) -> None:
+    serve_orders(shop)
+    shop.serve("shipping", "pack", "hand_over")
+    shop.serve("office", "invoice")
+    shop.run(block("python", "purchase = Saga("))
+    shop.work()
+    assert "the end of its sleep" in str(shop.process("purchase-60").waits_for)
+    db.execute("UPDATE pgmq.q_processes__commands SET vt = now()")
+    shop.work()
+    record = shop.process("purchase-60")
+    assert (record.status, shop.did) == ("COMPLETED", ["reserve", "pack", "hand_over", "invoice"])
+    assert record.state["approval"] == {"by": "ann"}
+    assert record.signals[0].signal_id == "mail-4711"
+    assert shop.process("purchase-60/delivery").status == "COMPLETED"
 
 
 def test_the_claim_is_paid(shop: Shop, db: psycopg.Connection[Any]) -> None:

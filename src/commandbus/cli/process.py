@@ -1,4 +1,4 @@
-"""`process start|list|show|cancel|retry|strays`: sagas, with their whole trail."""
+"""`process start|list|show|signal|cancel|retry|strays`: sagas, with their whole trail."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from commandbus.bus import CommandBus
+from commandbus.bus.base import whoami
 from commandbus.cli import find_id, process_text
 from commandbus.cli.batch import completion
 from commandbus.cli.json_lines import check_unique, read_items
@@ -210,10 +211,10 @@ def list_processes(
 @DOMAIN
 @click.pass_obj
 def show(session: CliSession, process_id: str, domain: str | None) -> None:
-    """Show one process: its fields, its state, what it waits for, and its trail.
+    """Show one process: its fields, its state, what it waits for, its trail, and its signals.
 
-    The trail has every command that the process sent. UNDOES is the number of the step that a compensation undoes.
-    TOOK is the time from sending the command to its end.
+    The trail has every command that the process sent, and everything else that it waited for. UNDOES is the number
+    of the step that a compensation undoes. TOOK is the time from sending the command to its end.
     """
     with session.bus() as bus:
         record = _find(bus, process_id, domain)
@@ -222,6 +223,39 @@ def show(session: CliSession, process_id: str, domain: str | None) -> None:
         return
     process_text.print_record(record)
     process_text.print_trail(record)
+
+
+@process.command()
+@click.argument("process_id", metavar="ID")
+@click.argument("name", metavar="NAME")
+@DOMAIN
+@click.option("--data", type=JsonType(), metavar="JSON", help="Data of the signal, as JSON.")
+@click.option("--signal-id", metavar="ID", help="Idempotency key: the same id again sends nothing twice.")
+@operator_options
+@click.pass_obj
+def signal(
+    session: CliSession,
+    process_id: str,
+    name: str,
+    domain: str | None,
+    data: Any,
+    signal_id: str | None,
+    operator: str | None,
+    reason: str | None,
+) -> None:
+    """Send a signal to a process, for a step that waits for it, now or later.
+
+    `process show` lists the signals of a process, and the step that took each.
+    """
+    with session.bus() as bus:
+        of_domain, process_id = find_id.of_process(bus, process_id, domain)
+        sent = bus.signal(
+            of_domain, process_id, name, data, signal_id=signal_id, operator=operator or whoami(), reason=reason
+        )
+    done = "sent" if sent.created else "was sent already"
+    session.answer(
+        sent._asdict(), lambda: say(f"{done}: signal {name} to process {process_id} of domain {of_domain}")
+    )
 
 
 @process.command()

@@ -18,7 +18,7 @@ from commandbus.cli.render import (
     shortened,
 )
 from commandbus.cli.table import columns
-from commandbus.model.process import ProcessRecord, ProcessStatus, StepRecord, StepStatus
+from commandbus.model.process import ProcessRecord, ProcessStatus, SignalRecord, StepRecord, StepStatus
 
 
 def note(item: ProcessRecord) -> str | None:
@@ -44,6 +44,7 @@ def print_record(record: ProcessRecord) -> None:
             "waits for": record.waits_for,
             "failure": _error(record.failure),
             "cancel": None if record.cancel is None else _request(record.cancel),
+            "nested in": None if record.parent is None else _parent(record.parent),
             "batch": record.batch_id,
             "started": f"{moment(record.created_at)} ({age_of(record.created_at)} ago)",
             "last moved": record.updated_at if record.started_at is not None else None,
@@ -58,14 +59,21 @@ def print_record(record: ProcessRecord) -> None:
 
 
 def print_trail(record: ProcessRecord) -> None:
-    """The commands that the process has sent, those that need a person, and the replies that moved nothing."""
+    """What the process has sent and waited for, its signals, what needs a person, and what moved nothing."""
     say_heading("trail")
     print_table(
         columns(":no step :undoes? domain? =command_id type?? sent???? :took??? outcome ~error"),
-        [(step.number, step.name, step.undoes, step.domain, step.command_id, step.command_type, step.sent_at,
+        [(step.number, step.name, step.undoes, step.domain, step.command_id, _what(step), step.sent_at,
           _took(step), _outcome(step), _error(step.error)) for step in record.steps],
         empty="nothing was sent yet",
     )  # fmt: skip
+    if record.signals:
+        say_heading("signals")
+        print_table(
+            columns("signal =id sent? by? taken_by ~data?"),
+            [(item.name, item.signal_id, item.sent_at, item.by, _taken_by(record, item), shortened(item.data))
+             for item in record.signals],
+        )  # fmt: skip
     if record.troubles:
         say_heading("in the troubleshooting queue")
         print_table(
@@ -82,6 +90,23 @@ def print_trail(record: ProcessRecord) -> None:
             columns("at? ~reason ~message?"),
             [(stray.at, stray.reason, shortened(stray.message)) for stray in record.strays],
         )
+
+
+def _parent(parent: Mapping[str, Any]) -> str:
+    return f"{parent['domain']} {parent['process_id']} (step {parent['step']})"
+
+
+def _what(step: StepRecord) -> str:
+    """The type of a command, or what the step waits for instead."""
+    if step.kind == "sleep":
+        return f"until {moment(step.deadline_at)}" if step.deadline_at else "sleep"
+    return step.command_type if step.kind is None else f"{step.kind} {step.command_type}"
+
+
+def _taken_by(record: ProcessRecord, signal: SignalRecord) -> str:
+    if signal.step is not None:
+        return _step_name(record, signal.step)
+    return "nobody: it was canceled" if signal.status == "CANCELED" else "nobody"
 
 
 def _request(cancel: Mapping[str, Any]) -> str:

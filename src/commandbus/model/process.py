@@ -131,14 +131,16 @@ class SentSignal(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SignalRecord:
-    """A signal that a process got. `step` is the number of the step that took it; None if no step has. `by` is who
-    sent it, if that is known. `status` is that of its message, whose command_id it has."""
+    """A signal that a process got. `step` is the number of the step that took it; None if no step has. `by` and
+    `reason` say who sent it and why, if that is known. `status` is that of its message, whose command_id it has.
+    """
 
     signal_id: str
     name: str
     data: Json
     sent_at: datetime
     by: str | None
+    reason: str | None
     step: int | None
     status: str
     command_id: str

@@ -41,7 +41,7 @@ class Wait:
     """A part that waits. `build` makes its step from the state. Sleeps have no result."""
 
     name: str
-    build: Callable[[State], WaitingStep]
+    build: Callable[[dict[str, Json]], WaitingStep]
     has_result: bool = True
     undo: StepUndo | None = None
 

@@ -99,6 +99,8 @@ def check(step: WaitingStep | StepUndo) -> None:
         check_signal(step.name, step.deadline, step.on_timeout)
     elif isinstance(step, StepSleep):
         check_sleep(step.duration, step.until)
+    elif isinstance(step, StepProcess) and step.deadline is not None:
+        parse_seconds(step.deadline, name="deadline", error=InvalidCommandError)
 
 
 def check_signal(name: object, deadline: Duration | None, on_timeout: object) -> None:
@@ -115,6 +117,6 @@ def check_sleep(duration: Duration | None, until: object) -> None:
     if (duration is None) == (until is None):
         raise InvalidCommandError("a sleep needs a duration or until=, and not both")
     if duration is not None:
-        parse_seconds(duration, name="sleep", error=InvalidCommandError)
+        parse_seconds(duration, name="duration of a sleep", error=InvalidCommandError)
     elif not isinstance(until, datetime) or until.tzinfo is None:
         raise InvalidCommandError(f"until {names.shown(until)} is not a datetime with a time zone")

@@ -173,6 +173,7 @@ class ProcessRepository(Repository):
         *,
         signal_id: str | None = None,
         operator: str | None = None,
+        reason: str | None = None,
         conn: object = None,
     ) -> SentSignal:
         """Send a signal to a process, for a step that waits for it now or later (`wait_for`); with `conn` in the
@@ -180,11 +181,12 @@ class ProcessRepository(Repository):
 
         `signal_id` is an idempotency key: the same id with the same content sends nothing twice; with other
         content it raises DuplicateSignalError. Raises ProcessNotFoundError, or InvalidOperationError if the
-        process has ended or is being undone. `operator` is recorded as the sender.
+        process has ended or is being undone. `operator` and `reason` are recorded.
         """
+        is_told = operator is not None or reason is not None
         operation = process_signal.signal(
             domain, process_id, name, data, signal_id=signal_id,
-            operator=None if operator is None else operate.operator_action(operator).operator,
+            by=operate.operator_action(operator or whoami(), reason) if is_told else None,
             max_bytes=self._bus.settings.max_payload_bytes,
         )  # fmt: skip
         return self._bus.run(operation, conn)

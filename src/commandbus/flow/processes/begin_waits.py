@@ -70,7 +70,7 @@ def _wait_for_signal(loaded: Loaded, step: StepView, command: StepSignal) -> Ste
 
 def _sleep(loaded: Loaded, step: StepView, command: StepSleep) -> Steps[None]:
     if command.duration is not None:
-        seconds = parse_seconds(command.duration, name="sleep")
+        seconds = parse_seconds(command.duration, name="duration")
     else:
         seconds = yield from seconds_until(command.until)
     data = {"event": "wake", "step": step.number}

@@ -13,6 +13,7 @@ from psycopg import errors as pg
 
 from commandbus import sql
 from commandbus.errors import DuplicateSignalError, InvalidOperationError, ProcessNotFoundError
+from commandbus.flow.commands.operate import OperatorAction
 from commandbus.flow.commands.send import explain_missing
 from commandbus.flow.operation import Statement, Steps, operation
 from commandbus.model import names, payload
@@ -30,7 +31,7 @@ def signal(
     data: object,
     *,
     signal_id: str | None,
-    operator: str | None,
+    by: OperatorAction | None,
     max_bytes: int,
 ) -> Steps[SentSignal]:
     """Send a signal to a process that has not ended. Raises ProcessNotFoundError, InvalidOperationError, or
@@ -40,7 +41,9 @@ def signal(
     names.check_id(name, "signal")
     text = payload.dump(data, what="data", max_bytes=max_bytes)
     own = new_command_id() if signal_id is None else names.to_new_id(signal_id, "signal_id")
-    message = {"event": "signal", "process": process_id, "name": name, "signal_id": own, "by": operator}
+    message = {"event": "signal", "process": process_id, "name": name, "signal_id": own}
+    if by is not None:
+        message |= {"by": by.operator, "reason": by.reason or ""}
     command_id = own if signal_id is None else str(uuid.uuid5(_SPACE, f"{process_id}\n{own}"))
     try:
         rows = yield Statement(
