@@ -148,8 +148,16 @@ class _Handling(Moves):
         """The parent is undone: undo this process, which had completed. A compensation that was given up is sent
         again."""
         view, number = self.view, message.step
-        if view.parent_step is None or number is None or not view.status.is_final:
-            self.made.aside = f"the process is {view.status}: only a nested process that has ended can be undone"
+        assert number is not None  # noqa: S101 - read_message
+        if view.parent_step is None:
+            self.made.aside = "only a nested process can be undone"
+            return
+        if not view.status.is_final:
+            if -number < view.parent_step < 0:
+                view.parent_step = -number  # the parent asks again
+                self._wait()
+            else:
+                self.made.aside = f"the process is {view.status}: only one that has ended can be undone"
             return
         view.parent_step = -number
         if view.status is ProcessStatus.COMPENSATED:
