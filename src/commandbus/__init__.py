@@ -73,6 +73,7 @@ _NAMES = {
     "commandbus.model.key_limit": "KeyLimit KeyLine OnFailure",
     "commandbus.model.limit": "StoreName Limit LimitOptions Rate",
     "commandbus.model.page": "Page",
+    "commandbus.model.priority": "Priority",
     "commandbus.model.process": """
         NewProcess ProcessRecord ProcessStatus SentSignal SignalRecord StartedProcess StepRecord StepStatus
         StrayReply

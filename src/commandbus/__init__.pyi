@@ -351,6 +351,9 @@ from commandbus.model.limit import (
 from commandbus.model.page import (
     Page as Page,
 )
+from commandbus.model.priority import (
+    Priority as Priority,
+)
 from commandbus.model.process import (
     NewProcess as NewProcess,
 )

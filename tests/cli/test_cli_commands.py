@@ -207,6 +207,26 @@ def test_rejected_messages(orders, bus, database):
 # --- acting -------------------------------------------------------------------------------------------------
 
 
+def test_priority(orders):
+    for name in ("a", "b"):
+        orders("send", "orders", "ship", "--id", name, "--priority", "low")
+    changed = orders("priority", "orders", "a", "high", "--operator", "ann", "--reason", "the boss calls")
+    assert changed.out == "orders a has high priority now (it had low)\n"
+    assert "2 (1 high, 1 low)" in orders("status", "orders").out
+    assert orders("status", "--json").document[0]["ready_low"] == 1
+    (found,) = orders("commands", "--priority", "high", "--json").document
+    assert (found["command_id"], found["priority"]) == ("a", "high")
+    assert "PENDING (low)" in orders("commands", "--priority", "low").out
+    shown = orders("show", "orders", "a").out
+    assert "the boss calls" in shown
+    assert re.search(r"priority +high", shown)
+    assert orders("priority", "orders", "b", "normal", "--json").document["before"] == "low"
+    assert orders("priority", "orders", "a", "urgent").code == ExitCode.USAGE
+    assert orders("priority", "orders", "nobody", "low").code == ExitCode.NOT_FOUND
+    orders("cancel", "orders", "a")
+    assert orders("priority", "orders", "a", "low").code == ExitCode.REFUSED
+
+
 def test_cancel(orders, status_of):
     orders("send", "orders", "ship", "--id", "a")
     orders("send", "orders", "ship", "--id", "b")

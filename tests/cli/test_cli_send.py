@@ -15,6 +15,15 @@ TOMORROW = datetime.now(UTC) + timedelta(days=1)
 # --- send ---------------------------------------------------------------------------------------------------
 
 
+def test_send_with_a_priority(orders, bus):
+    assert orders("send", "orders", "ship", "--id", "a", "--priority", "high").code == 0
+    assert bus.get_command("orders", "a").priority == "high"
+    assert re.search("^priority +high$", orders("show", "a").out, re.MULTILINE)
+    refused = orders("send", "orders", "ship", "--priority", "urgent")
+    assert refused.code == ExitCode.USAGE
+    assert "'urgent' is not one of 'high', 'normal', 'low'" in refused.err
+
+
 def test_send_and_its_receipt(orders, bus):
     options = [
         "--id",

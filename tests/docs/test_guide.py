@@ -73,6 +73,7 @@ def test_every_block_of_the_guide_is_run_by_a_test_here() -> None:
         "bus.key_limits.",
         'key_limit="printer"',
         "commandbus keys list",
+        "urgent = bus.send",
         "def test_an_order_is_shipped",
         "bus.queues.",
         "RedisSemaphore(",
@@ -255,6 +256,16 @@ def test_the_examples_of_key_limits_run(bus: CommandBus, capsys: pytest.CaptureF
     assert (line.key, line.released, line.waiting) == ("DE-4711", 0, 2)
     exec(block("python", 'key_limit="printer"'), names)
     assert [line.key for line in bus.key_limits.lines("orders", "printer")] == ["second floor"]
+
+
+def test_the_example_of_priorities_runs(bus: CommandBus, database: str) -> None:
+    exec(block("python", "urgent = bus.send"), {"bus": bus})
+    order: list[Any] = []
+    handlers = HandlerRegistry()
+    handlers.register("orders", "invoice", lambda command, ctx: order.append(command.data["order_no"]))
+    Worker(handlers, database_url=database, concurrency=1).run(until_idle=True)
+    assert order[0] == 20
+    assert sorted(order) == [18, 19, 20]
 
 
 def test_the_batch_example_runs(bus: CommandBus, database: str, capsys: pytest.CaptureFixture[str]) -> None:

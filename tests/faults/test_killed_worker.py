@@ -9,7 +9,7 @@ from typing import Any
 import psycopg
 import pytest
 
-from commandbus import CommandBus, NewCommand, TroubleshootingQueue
+from commandbus import CommandBus, NewCommand, Priority, TroubleshootingQueue
 from support.running import examples
 from support.waiting import one, statuses, until, until_settled, verdicts
 
@@ -22,7 +22,10 @@ def test_kill_9_under_load_loses_nothing_and_repeats_no_transaction(
     bus: CommandBus, db: Db, start_process: StartProcess
 ) -> None:
     kinds = ["exact", "plain", "exact_async", "option", "plain", "option_async"]
-    bus.send_many("orders", [NewCommand(kinds[n % 6], command_id=f"c{n}") for n in range(1200)])
+    priorities: list[Priority] = ["normal", "high", "normal", "low"]
+    bus.send_many(
+        "orders", [NewCommand(kinds[n % 6], command_id=f"c{n}", priority=priorities[n % 4]) for n in range(1200)]
+    )
     alive = [start_process(), start_process()]
     for kill in range(examples(3, thorough=5)):
         until(lambda reached=(kill + 1) * 120: statuses(db).get("COMPLETED", 0) >= reached, 30)

@@ -27,6 +27,7 @@ from commandbus.flow.commands.renew import renew
 from commandbus.flow.commands.settle import Settlement, settle
 from commandbus.flow.operation import Operation, Statement
 from commandbus.model.outcome import judge_failure
+from commandbus.model.priority import NORMAL
 from commandbus.model.retry import RetryPolicy
 from commandbus.worker.execution.attempt import Attempt
 
@@ -53,10 +54,19 @@ class Bus:
         return getattr(self.bus, name)
 
     def claim_raw(
-        self, worker: str = "w1", n: int = 100, *, lease: float = 30, cursor: Any = None, domain: str = "orders"
+        self,
+        worker: str = "w1",
+        n: int = 100,
+        *,
+        lease: float = 30,
+        cursor: Any = None,
+        domain: str = "orders",
+        band: int = NORMAL,
     ) -> Claim:
         """The claim alone."""
-        found: Claim = self.bus.run(claim(domain=domain, worker=worker, n=n, lease_seconds=lease, cursor=cursor))
+        found: Claim = self.bus.run(
+            claim(domain=domain, worker=worker, n=n, lease_seconds=lease, cursor=cursor, band=band)
+        )
         return found
 
     def put_right(
@@ -179,7 +189,8 @@ def at_once(jobs: Sequence[Callable[[], T]]) -> list[T | BaseException]:
 def expire_leases(db: psycopg.Connection[Any], domain: str = "orders") -> None:
     """As if the time of every lease had passed."""
     db.execute(
-        f"UPDATE pgmq.q_{domain}__commands SET vt = now() - interval '1 ms' WHERE headers ? 'held_by'".encode()
+        f"UPDATE pgmq.q_{domain}__commands SET vt = vt - (commandbus.due_at(vt) - now()) - interval '1 ms' "
+        "WHERE headers ? 'held_by'".encode()
     )
 
 

@@ -99,12 +99,12 @@ def fail_row(row: tuple[Any, ...]) -> Any:
 
 
 def test_next_due(orders: Bus) -> None:
-    assert orders.run(next_due("orders")) is None
+    assert orders.run(next_due("orders")).seconds is None
     orders.send("orders", "Ship", delay=60)
     orders.send("orders", "Ship", delay=30)
-    assert 29 < orders.run(next_due("orders")) <= 30
+    assert 29 < orders.run(next_due("orders")).seconds <= 30
     orders.pause("orders")
-    assert orders.run(next_due("orders")) is None
+    assert orders.run(next_due("orders")).seconds is None
 
 
 @sync_only

@@ -11,7 +11,7 @@ from typing import Any
 import psycopg
 import pytest
 
-from commandbus import CommandBus, CommandStatus
+from commandbus import CommandBus, CommandStatus, Priority
 from support.supervised import Supervised
 from support.waiting import one, statuses, until, until_settled, verdicts
 
@@ -51,12 +51,13 @@ def status_of(bus: CommandBus, command_id: str) -> CommandStatus:
     return record.status
 
 
+@pytest.mark.parametrize("priorities", [("normal", "normal"), ("high", "low")])
 def test_kill_9_of_a_worker_is_settled_within_a_second_and_its_attempts_are_suspects(
-    supervise: Supervise, tasks: Path, bus: CommandBus, db: Db
+    supervise: Supervise, tasks: Path, bus: CommandBus, db: Db, priorities: tuple[Priority, Priority]
 ) -> None:
     supervised = supervise(visibility_timeout="30s").until_ready()
-    for name in ("a", "b"):
-        bus.send("orders", "hold", command_id=name)
+    for name, priority in zip(("a", "b"), priorities, strict=True):
+        bus.send("orders", "hold", command_id=name, priority=priority)
     running(tasks, "a", "b")
     (pid,) = supervised.workers()
     before = one(db, "SELECT clock_timestamp()")

@@ -31,7 +31,12 @@ _PLACEHOLDER = re.compile(r"%\((\w+)\)s|%s|%%")
 _BODY = re.compile(
     r"CREATE (?:OR REPLACE )?FUNCTION (?P<name>\S+?)\((?P<head>.*?)\$\$(?P<body>.*?)\$\$", re.DOTALL
 )
-_PARTS_ONLY = {"limits/claimable", "batches/settle_done_batches", "commands/settle_batches_and_processes"}
+_PARTS_ONLY = {
+    "commands/others_due",
+    "limits/claimable",
+    "batches/settle_done_batches",
+    "commands/settle_batches_and_processes",
+}
 _HOLE = "hole"
 _LOCKING = {
     "breakers/lock": "FOR UPDATE",
@@ -97,6 +102,9 @@ def _in_files() -> Iterator[Found]:
                 **send.CALLERS_IDS,
                 **batch._RETRIES,
                 "kind": claim.OURS,
+                "others": sql.part("commands/others_due"),
+                "shift": claim._SHIFTS[claim.HIGH],
+                "shift_back": claim._SHIFTS[claim.LOW],
                 "table": "rejected_message",
                 "of_age": unhandled._OF_AGE,
                 **messages.LAST_READ,

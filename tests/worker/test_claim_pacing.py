@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from commandbus.worker.claim_cursors import SWEEP_SECONDS, DomainCursors
 from commandbus.worker.claim_pacing import GROWTH, LARGEST_PREFETCH, ClaimPacing
-from commandbus.worker.claimer import SWEEP_SECONDS, _Domain
 
 FAST = 1 / 60_000
 
@@ -72,7 +72,7 @@ def test_a_look_at_slots_that_were_idle_changes_nothing() -> None:
 
 
 def test_a_long_walk_to_the_oldest_message_is_made_less_often() -> None:
-    domain = _Domain("orders", is_routed=False)
+    domain = DomainCursors("orders", is_routed=False)
     domain.note_sweep(-0.001)
     assert domain.sweep_seconds == SWEEP_SECONDS
     domain.note_sweep(0.04)

@@ -13,7 +13,7 @@ import psycopg
 import pytest
 
 from commandbus import CommandBus, HandlerRegistry, NewCommand, Worker, sql
-from commandbus.worker.claimer import LARGEST_CLAIM
+from commandbus.worker.claim_cursors import LARGEST_CLAIM
 from commandbus.worker.raw_messages import Adopter
 from support.waiting import one, until
 

@@ -36,6 +36,7 @@ from commandbus.lazy import lazy
 from commandbus.model.command import NewCommand, SentCommand
 from commandbus.model.durations import Duration, format_seconds
 from commandbus.model.json_values import Json, JsonValue
+from commandbus.model.priority import Priority
 from commandbus.model.retry import OnExhausted
 from commandbus.settings import Settings
 
@@ -218,13 +219,14 @@ class AsyncCommandBus(AsyncBreakerMethods, AsyncLimitMethods, AsyncWaitMethods, 
         timeout: Duration | None = None,
         expires: Duration | datetime | None = None,
         on_exhausted: OnExhausted | None = None,
+        priority: Priority | None = None,
         wait: Duration = 30.0,
         conn: object = None,
     ) -> Json:
         """Send a command, wait for its outcome, and return its result; see CommandBus.call."""
         new = NewCommand(
             command_type, data, command_id, correlation_id, max_attempts=max_attempts, headers=headers,
-            expires=expires, on_exhausted=on_exhausted,
+            expires=expires, on_exhausted=on_exhausted, priority=priority,
         )  # fmt: skip
         listen_at = partial(address_of, self._database, self.settings, self._lent_pool)
         call = self._call(domain, new, timeout=timeout, wait=wait, conn=conn, listen_at=listen_at)

@@ -20,6 +20,7 @@ from commandbus.cli.session import CliCommand, CliSession, check_known
 from commandbus.cli.show import attempts_text
 from commandbus.cli.table import columns
 from commandbus.model.command import CommandRecord, CommandStatus
+from commandbus.model.priority import PRIORITIES, Priority
 
 SHORT = {"IN_TSQ": CommandStatus.IN_TROUBLESHOOTING_QUEUE}
 STATUSES = [*(status.value for status in CommandStatus), *SHORT]
@@ -30,6 +31,7 @@ STATUSES = [*(status.value for status in CommandStatus), *SHORT]
 @click.option("--type", "command_type", metavar="TYPE", help="Only of this command type.")
 @click.option("--status", type=click.Choice(STATUSES, case_sensitive=False), help="Only in this status.")
 @click.option("--correlation-id", metavar="ID", help="Only with this correlation id.")
+@click.option("--priority", type=click.Choice(PRIORITIES), help="Only with this priority.")
 @click.option("--batch", "batch_id", metavar="ID", help="Only members of this batch.")
 @click.option(
     "--since", type=SINCE, metavar="TIME", help="Only sent since then: an ISO instant, or 2h for 2 h ago."
@@ -42,6 +44,7 @@ def commands(
     command_type: str | None,
     status: str | None,
     correlation_id: str | None,
+    priority: Priority | None,
     batch_id: str | None,
     since: datetime | None,
     limit: int,
@@ -54,7 +57,7 @@ def commands(
             domain, batch_id = find_id.of_batch(bus, batch_id, domain)
         page = bus.query_commands(
             domain=domain, command_type=command_type, status=wanted, correlation_id=correlation_id,
-            batch_id=batch_id, created_after=since, limit=limit, cursor=cursor,
+            batch_id=batch_id, priority=priority, created_after=since, limit=limit, cursor=cursor,
         )  # fmt: skip
         if not page.items:
             check_known(bus, domain)
@@ -67,13 +70,20 @@ def commands(
         [
             (
                 f"#{item.id}", item.domain, item.command_type, item.command_id,
-                item.status, attempts_text(item), f"{age_of(item.created_at)} ago", _note(item),
+                _status(item), attempts_text(item), f"{age_of(item.created_at)} ago", _note(item),
             )
             for item in page.items
         ],
         empty="no commands",
     )  # fmt: skip
     session.say_more(page)
+
+
+def _status(item: CommandRecord) -> str:
+    """A status, and the priority of a command that has not ended."""
+    if item.priority == "normal" or item.status.is_final:
+        return item.status
+    return f"{item.status} ({item.priority})"
 
 
 def _note(item: CommandRecord) -> str | None:

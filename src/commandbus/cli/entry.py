@@ -51,6 +51,10 @@ COMMANDS = {
     "show": ("show", "Show one command: its fields, data, result, last error and history."),
     "stuck": ("stuck", "List attempts that had to be stopped, newest first."),
     "cancel": ("operate", "Cancel a command. If it runs, ask its worker to stop it."),
+    "priority": (
+        "operate",
+        "Change the priority of a command that waits. If it runs, its retries have the new one.",
+    ),
     "pause": ("operate", "Pause a domain, or one command type in it."),
     "resume": ("operate", "Resume a paused domain or command type."),
     "pauses": ("operate", "List what is paused, by whom, and why."),

@@ -1,4 +1,4 @@
-"""`cancel`, `pause`, `resume`, `pauses`: what people do to commands that wait, or run."""
+"""`cancel`, `priority`, `pause`, `resume`, `pauses`: what people do to commands that wait, or run."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from commandbus.flow.limits.inspect import ControlAction
 from commandbus.model.command import CancelResult, CommandRecord, CommandStatus
 from commandbus.model.counting import counted
 from commandbus.model.durations import format_seconds
+from commandbus.model.priority import PRIORITIES, Priority
 
 WAIT = "60s"
 LOOK_SECONDS = 0.2
@@ -83,6 +84,30 @@ def _outcome(name: str, status: CommandStatus, worker: str | None, wait: float |
         return f"{name} is {status}: it ended before it could be stopped"
     asked = f"asked {f'worker {worker}' if worker else 'its worker'} to stop {name}"
     return asked if wait is None else f"{asked}; it has not ended after {format_seconds(wait)}"
+
+
+@click.command(cls=CliCommand)
+@click.argument("domain")
+@click.argument("command_id", metavar="ID")
+@click.argument("priority", type=click.Choice(PRIORITIES))
+@operator_options
+@click.pass_obj
+def priority(
+    session: CliSession,
+    domain: str,
+    command_id: str,
+    priority: Priority,
+    operator: str | None,
+    reason: str | None,
+) -> None:
+    """Change the priority of a command that waits. If it runs, its retries have the new one."""
+    with session.bus() as bus:
+        command_id = find_id.of_command(bus, domain, command_id)
+        before = bus.commands.set_priority(domain, command_id, priority, operator=operator, reason=reason)
+    session.answer(
+        {"domain": domain, "command_id": command_id, "priority": priority, "before": before},
+        lambda: say(f"{domain} {command_id} has {priority} priority now (it had {before})"),
+    )
 
 
 @click.command(cls=CliCommand)
@@ -161,4 +186,4 @@ def _what(domain: str, command_type: str | None) -> str:
     return f"domain {domain}" if command_type is None else f"{command_type} of domain {domain}"
 
 
-COMMANDS = [cancel, pause, resume, pauses]
+COMMANDS = [cancel, priority, pause, resume, pauses]

@@ -19,6 +19,7 @@ from commandbus.flow.commands.known_types import doubt_type
 from commandbus.flow.limits.inspect import ControlAction
 from commandbus.flow.schedules.operate import ScheduleRecord, list_actions
 from commandbus.model.durations import format_seconds
+from commandbus.model.priority import PRIORITIES
 from commandbus.model.schedule import text_of
 
 FIRINGS = 5
@@ -91,6 +92,7 @@ def show(session: CliSession, domain: str, name: str, firings: int, actions: int
 @click.option("--max-attempts", type=int, metavar="N", help="How often each command is tried.")
 @click.option("--timeout", type=DURATION, metavar="60s", help="How long one attempt may take; 0: no deadline.")
 @click.option("--expires", type=DURATION, metavar="10m", help="Cancel a command that has not started by then.")
+@click.option("--priority", type=click.Choice(PRIORITIES), help="Which of the waiting commands start first.")
 @click.option("--on-exhausted", type=click.Choice(["troubleshoot", "fail"]),
               help="What happens when the attempts of a command are used up.")  # fmt: skip
 @click.option("--missed", type=click.Choice(["skip", "run_once", "run_all"]), default="run_once",
@@ -182,6 +184,7 @@ def _print_one(found: ScheduleRecord, following: list[datetime], done: list[Cont
             "timeout": None if found.timeout is None else format_seconds(found.timeout),
             "expires": None if found.expires is None else format_seconds(found.expires),
             "on exhausted": found.on_exhausted,
+            "priority": found.priority,
             "missed": f"{found.missed}, at most {found.most}" if found.missed == "run_all" else found.missed,
             "overlap": found.overlap,
             "last fired": None if found.last_fired is None else _local(found, found.last_fired),

@@ -18,6 +18,7 @@ from commandbus.flow.commands import send as send_flow
 from commandbus.model import names, unique_key
 from commandbus.model.command import NewCommand, SentCommand
 from commandbus.model.counting import counted
+from commandbus.model.priority import PRIORITIES
 from commandbus.model.unique_key import ON_CONFLICT
 from commandbus.settings import Settings
 
@@ -42,6 +43,7 @@ from commandbus.settings import Settings
     type=click.Choice(["troubleshoot", "fail"]),
     help="What happens when its attempts are used up.",
 )
+@click.option("--priority", type=click.Choice(PRIORITIES), help="Which of the waiting commands start first.")
 @click.option("--unique", metavar="KEY", help="Send it unless another command has this key.")
 @click.option(
     "--unique-while",

@@ -125,6 +125,7 @@ def _print_record(record: CommandRecord, part: PartOfProcess | None) -> None:
             else "none",
             "expires": record.expires_at,
             "when used up": record.on_exhausted,
+            "priority": None if record.priority == "normal" else record.priority,
             "attempts": attempts_text(record, most=record.max_attempts),
             "snoozed": counted(record.snoozes, "time") if record.snoozes else None,
             "sent": f"{moment(record.created_at)} ({age_of(record.created_at)} ago)",

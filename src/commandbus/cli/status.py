@@ -26,10 +26,11 @@ CLEAR = "\x1b[H\x1b[2J"
 def status(session: CliSession, domains: tuple[str, ...], watch: bool, interval: float) -> None:  # noqa: FBT001
     """Show how many commands wait, run or need a person, per domain.
 
-    READY commands can run now, and OLDEST is how long the first of them has waited. DELAYED ones will be ready
-    later. RUNNING ones are claimed by workers, including those that have not started. PARKED ones wait for the end
-    of a pause, for a breaker to close, for a permit of a limit, or for a worker that handles their type. TSQ
-    counts those that need a person. RATE is how many commands the live workers settle per second.
+    READY commands can run now (in parentheses: those of high and low priority), and OLDEST is how long the first
+    of them has waited. DELAYED ones will be ready later. RUNNING ones are claimed by workers, including those
+    that have not started. PARKED ones wait for the end of a pause, for a breaker to close, for a permit of a
+    limit, or for a worker that handles their type. TSQ counts those that need a person. RATE is how many commands
+    the live workers settle per second.
     """
     with session.bus() as bus:
         while True:
@@ -51,7 +52,7 @@ def _print(found: list[DomainStatus], *, clear: bool) -> None:
         columns("=domain :ready :delayed? :running :parked? :tsq :rejected?? :oldest? :rate?? paused"),
         [
             (
-                item.domain, item.ready, item.delayed, item.running, item.parked, item.in_tsq, item.rejected,
+                item.domain, _ready(item), item.delayed, item.running, item.parked, item.in_tsq, item.rejected,
                 age(item.oldest_seconds) or "-", f"{item.settled_per_second:.1f}/s", _paused(item),
             )
             for item in found
@@ -73,6 +74,12 @@ def unhandled_text(item: UnhandledType) -> str:
     )
     who = f"{counted(item.workers, 'running worker')} can" if item.workers else "no running worker does"
     return f"{waits} (the first for {age_of(item.since)}); {who}"
+
+
+def _ready(item: DomainStatus) -> str:
+    others = {"high": item.ready_high, "low": item.ready_low}
+    shown = ", ".join(f"{count} {name}" for name, count in others.items() if count)
+    return f"{item.ready} ({shown})" if shown else str(item.ready)
 
 
 def _paused(item: DomainStatus) -> str:

@@ -27,6 +27,7 @@ from commandbus.model.durations import Duration, roughly
 from commandbus.model.handle import Handle
 from commandbus.model.json_values import Json, JsonValue
 from commandbus.model.payload import loads_or_none
+from commandbus.model.priority import Priority
 from commandbus.model.retry import OnExhausted
 from commandbus.model.unique_key import OnConflict
 from commandbus.quick_dataclass import dataclass
@@ -101,6 +102,7 @@ class AuditEvent(StrEnum):
     NOTE = "NOTE"
     OPERATOR_RETRY = "OPERATOR_RETRY"
     OPERATOR_CANCEL = "OPERATOR_CANCEL"
+    OPERATOR_PRIORITY = "OPERATOR_PRIORITY"
     OPERATOR_COMPLETE = "OPERATOR_COMPLETE"
 
 
@@ -126,8 +128,8 @@ class NewCommand:
     `timeout` is how long one attempt of this command may take; 0 means no deadline, None leaves it to its handler
     and its worker. `delay` is how long it waits before it may run. `expires`: if it has not started by then (a
     duration from its sending, or a datetime with a time zone), it is CANCELED with code EXPIRED. `on_exhausted`:
-    what happens when its attempts are used up ("troubleshoot" or "fail"); None leaves it to its handler. Durations
-    are seconds, text such as "2m", or a timedelta.
+    what happens when its attempts are used up ("troubleshoot" or "fail"); None leaves it to its handler.
+    `priority`: "high", "normal" or "low". Durations are seconds, text such as "2m", or a timedelta.
 
     `unique` and what belongs to it (`unique_while`, `on_conflict`, `debounce`, `max_delay`) are for `send` and
     `bus.commands.save`; `send_many` and batches refuse them.
@@ -155,6 +157,7 @@ class NewCommand:
     max_delay: Duration | None = None
     key_limit: str | None = None
     key: str | None = None
+    priority: Priority | None = None
 
 
 class _Receipt(NamedTuple):
@@ -254,6 +257,7 @@ class CommandRecord:
     expires_at: datetime | None = None
     on_exhausted: OnExhausted | None = None
     snoozes: int = 0
+    priority: Priority = "normal"
 
     @property
     def apart_text(self) -> str | None:

@@ -3,7 +3,7 @@
 Ours is `{"command": <id>}`; the command itself is a row of `commandbus.command`. A foreign client sends
 
     {"command_type": "…", "data": …, "command_id": "…", "correlation_id": "…", "reply_to": "…",
-     "max_attempts": 5, "timeout": 30, "expires": 600, "on_exhausted": "fail", "headers": {…}}
+     "max_attempts": 5, "timeout": 30, "expires": 600, "on_exhausted": "fail", "priority": "high", "headers": {…}}
 
 Only `command_type` is required. (`command_id` defaults to `pgmq-<queue>-<msg_id>`, so that a redelivery cannot
 make two commands of one message.) Anything else is set aside with the reason that `read` gives.
@@ -15,7 +15,7 @@ from datetime import datetime
 from typing import Any
 
 from commandbus.errors import InvalidCommandError
-from commandbus.model import names, payload
+from commandbus.model import names, payload, priority
 from commandbus.model.command import NewCommand
 from commandbus.model.durations import Duration, parse_seconds
 from commandbus.model.retry import check_on_exhausted
@@ -23,7 +23,7 @@ from commandbus.model.retry import check_on_exhausted
 MAX_NESTING = payload.MAX_NESTING + 1  # the message itself is a level
 FIELDS = frozenset(
     {"command_type", "data", "command_id", "correlation_id", "reply_to", "max_attempts", "timeout", "expires",
-     "on_exhausted", "headers"}
+     "on_exhausted", "priority", "headers"}
 )  # fmt: skip
 
 
@@ -53,6 +53,7 @@ def read(message: Any, *, queue: str, msg_id: int, max_bytes: int = payload.DEFA
         timeout=message.get("timeout"),
         expires=message.get("expires"),
         on_exhausted=message.get("on_exhausted"),
+        priority=message.get("priority"),
     )
     check(new)
     payload.dump(new.data, what="data", max_bytes=max_bytes)
@@ -75,6 +76,7 @@ def check(new: NewCommand) -> None:
     expiry(new.expires)
     if new.on_exhausted is not None:
         check_on_exhausted(new.on_exhausted, InvalidCommandError)
+    priority.to_number(new.priority, InvalidCommandError)
     if new.headers is not None and not isinstance(new.headers, dict):
         raise InvalidCommandError(f"headers must be a dict, not {type(new.headers).__name__}")
 
@@ -102,8 +104,8 @@ def instant(value: object, *, name: str) -> str:
         raise InvalidCommandError(
             f"{name} must be a datetime with a time zone (such as UTC), not {names.shown(value)}"
         )
-    if not 1970 < value.year < 3000:  # a vt that a session in another time zone could not load would stop a claim
-        raise InvalidCommandError(f"{name} must be in the years 1971 to 2999, not {names.shown(value)}")
+    if not 1970 < value.year < 2500:  # beyond that begins the band of low priority (ADR 27)
+        raise InvalidCommandError(f"{name} must be in the years 1971 to 2499, not {names.shown(value)}")
     return value.isoformat()
 
 

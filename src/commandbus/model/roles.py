@@ -37,7 +37,7 @@ _TABLES = (
 
 _SENT = (
     "domain, command_id, command_type, msg_id, max_attempts, correlation_id, reply_to, headers, data, timeout, "
-    "expires_at, on_exhausted"
+    "expires_at, on_exhausted, priority"
 )
 _SENDING = (
     "compare_commands(text, json)",
@@ -134,6 +134,7 @@ _OPERATOR = [
     ("INSERT", ("operator_action", "control_action", "undelivered_reply")),
     ("UPDATE, DELETE", ("tsq",)),
     ("DELETE", ("parked",)),
+    ("UPDATE (since)", ("parked",)),  # another priority is another place in a limit's line
     ("INSERT, UPDATE, DELETE", ("schedule",)),
     ("UPDATE", ("keyed",)),
     ("INSERT, UPDATE, DELETE", ("key_limit", "key_override")),

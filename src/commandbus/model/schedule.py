@@ -26,6 +26,7 @@ from commandbus.model import envelope, names, payload
 from commandbus.model.command import NewCommand
 from commandbus.model.durations import Duration, parse_seconds
 from commandbus.model.json_values import Json, JsonValue
+from commandbus.model.priority import Priority
 from commandbus.model.retry import OnExhausted
 from commandbus.model.schedule_times import ScheduleTimes
 from commandbus.quick_dataclass import dataclass
@@ -50,8 +51,8 @@ class Schedule:
     """A command that is sent again and again, at times that `cron` (in `timezone`, default UTC) or `every` names.
 
     `command_type` is the schedule's own name unless given. `data`, `headers`, `correlation_id`, `reply_to`,
-    `max_attempts`, `timeout`, `expires` and `on_exhausted` are those of each command. `missed` and `overlap`: see
-    `commandbus.model.schedule`; `most` is how many missed firings `run_all` makes.
+    `max_attempts`, `timeout`, `expires`, `on_exhausted` and `priority` are those of each command. `missed` and
+    `overlap`: see `commandbus.model.schedule`; `most` is how many missed firings `run_all` makes.
     """
 
     domain: str
@@ -71,6 +72,7 @@ class Schedule:
     missed: MissedPolicy = "run_once"
     overlap: OverlapPolicy = "allow"
     most: int = 100
+    priority: Priority | None = None
 
     def __post_init__(self) -> None:
         names.check_domain(self.domain)
@@ -84,6 +86,7 @@ class Schedule:
             headers=None if self.headers is None else dict(self.headers),
             timeout=self.timeout,
             on_exhausted=self.on_exhausted,
+            priority=self.priority,
         )
         envelope.check(new)
         if taken := [name for name in HEADERS if name in (new.headers or ())]:

@@ -12,6 +12,37 @@ from importlib.resources import files
 
 from commandbus.model.names import check_queue, pgmq_table, queue_of
 
+_MILLENNIUM = "interval '8766000 hours'"
+_EARLY = "timestamptz '1500-01-01 00:00:00+00'"
+_LATE = "timestamptz '2500-01-01 00:00:00+00'"
+_BANDS = {
+    "millennium": _MILLENNIUM,
+    "early": _EARLY,
+    "late": _LATE,
+    "due_at": (
+        f"(CASE WHEN {{0}} < {_EARLY} THEN {{0}} + {_MILLENNIUM} "
+        f"WHEN {{0}} >= {_LATE} THEN {{0}} - {_MILLENNIUM} ELSE {{0}} END)"
+    ),
+    "own_shift": (
+        f"(CASE WHEN {{0}} < {_EARLY} THEN - {_MILLENNIUM} WHEN {{0}} >= {_LATE} THEN {_MILLENNIUM} "
+        f"ELSE interval '0' END)"
+    ),
+    "shift_for": f"(CASE {{0}} WHEN 1 THEN - {_MILLENNIUM} WHEN -1 THEN {_MILLENNIUM} ELSE interval '0' END)",
+    "turn_for": (
+        f"(CASE {{0}} WHEN 1 THEN - {_MILLENNIUM} WHEN -1 THEN interval '10 minutes' ELSE interval '0' END)"
+    ),
+    "bands": f"pg_catalog.unnest(ARRAY[interval '0', - {_MILLENNIUM}, {_MILLENNIUM}]) AS band (shift)",
+}
+"""The bands of vt (ADR 27). A message of high priority is a thousand years early, so its vt is before `{early}`.
+One of low priority is as much late, so its vt is after `{late}`. Hours, because days and years depend on the
+session's time zone.
+
+`{due_at}` is the moment at which a message is due. `{own_shift}` is how far the band of a message is from the
+normal one: every UPDATE of vt adds it. `{shift_for priority}` is the same by the number of a priority: every
+INSERT of a message that may have one adds it (tests/sql/test_bands.py). `{turn_for priority}` is how much earlier
+or later a command stands in a limit's line than it was sent."""
+
+_OF_BANDS = re.compile(r"\{(" + "|".join(_BANDS) + r")(?: ([^{}]+))?\}")
 _COMPATIBLE = re.compile(r"^-- Compatible: yes\b", re.MULTILINE)
 
 
@@ -22,7 +53,8 @@ def text(
     """The statement in `<name>.sql`, for one domain's queue, or for a PGMQ queue by its own name: one of ours
     (`queue`), or any (`pgmq`), whose name is then quoted.
 
-    `parts` fill the other places that a statement leaves open, from constants in this package.
+    `parts` fill the other places that a statement leaves open, from constants in this package. Every statement may
+    use those of the bands of priorities.
     """
     statement = _read(f"{name}.sql")
     if domain is not None:
@@ -34,7 +66,7 @@ def text(
         parts |= {"queue": pgmq_table(pgmq), "archive": pgmq_table(pgmq, kind="a")}
     for place, part in parts.items():
         statement = statement.replace("{" + place + "}", part)
-    return statement.encode()
+    return _OF_BANDS.sub(_in_bands, statement).encode()
 
 
 @cache
@@ -57,6 +89,11 @@ def is_compatible(text: str) -> bool:
     """May programs that do not know this migration work with the schema after it? Its header says so, with a line
     `-- Compatible: yes`."""
     return _COMPATIBLE.search(text) is not None
+
+
+def _in_bands(found: re.Match[str]) -> str:
+    """`{due_at}` is that of the column vt, `{due_at x}` that of x."""
+    return _BANDS[found[1]].replace("{0}", found[2] or "vt")
 
 
 def _read(name: str) -> str:

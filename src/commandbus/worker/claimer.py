@@ -17,6 +17,9 @@ claimed in separate portions, each after the last one has been read.
 A claim whose answer is lost may have been carried out all the same. When it is connected again, the claimer gives
 back what this worker holds and has not heard of. Otherwise that would wait until its lease ends.
 
+Each priority has a band of vt and a cursor of its own (ADR 27). Claims of high and low ones are made only if there
+may be some.
+
 The cursor: a long-open transaction elsewhere keeps dead index entries, and every claim would walk over all that
 were settled since. So a claim begins where the last one ended. Once a second (less often if that takes long), and
 when a message may have become visible before that point, it begins at the beginning.
@@ -25,7 +28,7 @@ when a message may have become visible before that point, it begins at the begin
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from datetime import UTC, datetime, timedelta
+from datetime import datetime
 from typing import Any
 
 import psycopg
@@ -49,8 +52,10 @@ from commandbus.flow.commands.claim import (
 )
 from commandbus.flow.commands.rescue import held_by
 from commandbus.logger import safe_logger
+from commandbus.model.priority import HIGH, NORMAL
 from commandbus.settings import Settings
 from commandbus.worker.bad_rows import ClaimedRows, OddRows
+from commandbus.worker.claim_cursors import LARGEST_CLAIM, Band, DomainCursors
 from commandbus.worker.claim_pacing import ClaimPacing
 from commandbus.worker.dispatcher import Dispatcher
 from commandbus.worker.isolation.quarantine import Quarantine
@@ -59,10 +64,6 @@ from commandbus.worker.unhandled_types import UnhandledTypes
 
 logger = safe_logger("commandbus.worker")
 
-LARGEST_CLAIM = 800
-SWEEP_SECONDS = 1.0
-SWEEP_SHARE = 0.05
-"""So much of its time may a claimer spend on claims that begin at the beginning."""
 LOOKS_SECONDS = (0.0, 0.005, 0.02, 0.1)
 ANNOUNCEMENT_SECONDS = 60.0
 BUSY_SECONDS = 1.0
@@ -70,12 +71,7 @@ HEAR_SECONDS = 0.25
 LOCKED_SECONDS = 1.0
 UNHEARD_SECONDS = 2.0
 FULL_SECONDS = 0.25
-LARGEST_SIEVE = 500
-SMALLEST_SIEVE = 20
-SIEVE_SECONDS = 0.25
-SLOTLESS_FACTOR = 4
 CANCEL = "cancel "
-MARGIN = timedelta(milliseconds=5)
 LONG_ANSWER = b"SELECT pg_catalog.repeat('x', 200000)"
 """libpq reads 16 KB at a time until it has met a longer row, and keeps the larger buffer. After every piece the
 thread needs the GIL again, and the slots may keep it for milliseconds: a claim of 800 came in 17 pieces."""
@@ -102,7 +98,7 @@ class Claimer(DatabaseService):
         super().__init__(settings, name=name, part="claimer", on_end=on_error, goes_by_keys=True)
         self._settings = settings
         self._worker = worker
-        self._domains = [_Domain(name_, is_routed=name_ in dispatcher.routed) for name_ in domains]
+        self._domains = [DomainCursors(name_, is_routed=name_ in dispatcher.routed) for name_ in domains]
         self._dispatcher = dispatcher
         dispatcher.on_room = self.wake
         self._quarantine = quarantine
@@ -143,7 +139,7 @@ class Claimer(DatabaseService):
         conn.execute(LONG_ANSWER, prepare=False)
         self.listen(conn, *(f"commandbus_{domain.name}" for domain in self._domains))
         for domain in self._domains:
-            domain.cursor = None
+            domain.start_over()
         self._announced_until = 0.0
         if self._looks:
             self._looks = [0.0, monotonic() + UNHEARD_SECONDS]
@@ -196,18 +192,47 @@ class Claimer(DatabaseService):
         self._pacing.claimed(self._asked_at - began)
         return total
 
-    def _claim(self, domain: _Domain, n: int) -> int:
-        now, claimed_at = monotonic(), boottime()
+    def _claim(self, domain: DomainCursors, n: int) -> int:
+        """Claim commands of high priority, then normal ones, and leave a share to low ones, which also get what
+        normal ones leave. If high ones came meanwhile, they need not wait for the next round: they start before
+        what was claimed in this one."""
+        now = monotonic()
         sweeps = now - domain.swept_at >= domain.sweep_seconds
         if sweeps:
-            domain.cursor = None
+            domain.start_over()
             domain.swept_at = now
+        got = self._claim_band(domain, domain.high, n)
+        share = domain.low_share(n - got)
+        if got + share < n:
+            got += self._claim_normal(domain, n - got - share, sweeps=sweeps)
+            got += self._claim_band(domain, domain.high, n)
+        return got + self._claim_band(domain, domain.low, max(n - got, share))
+
+    def _claim_band(self, domain: DomainCursors, band: Band, n: int) -> int:
+        """Claim commands of high or low priority, if there may be some."""
+        if n <= 0 or not band.may_have_some:
+            return 0
+        claimed_at = boottime()
+        found = self._ask(domain, n, band.cursor, OURS if self._is_picky(domain) else EVERY, band.number)
+        band.advance(found)
+        are_first = band.number == HIGH
+        if found.odd:
+            self._deliver_odd(domain, found, claimed_at, are_first=are_first)
+        else:
+            self._pass_on(domain.name, found.ready, claimed_at, are_first=are_first)
+        return len(found.ready) + len(found.odd)
+
+    def _is_picky(self, domain: DomainCursors) -> bool:
+        return domain.is_flooded or self._adopter.is_busy
+
+    def _claim_normal(self, domain: DomainCursors, n: int, *, sweeps: bool) -> int:
+        now, claimed_at = monotonic(), boottime()
         n = min(n * domain.slotless, LARGEST_CLAIM)
-        is_picky = domain.is_flooded or self._adopter.is_busy
-        found = self._ask(domain, n, domain.cursor, OURS if is_picky else EVERY)
+        found = self._ask(domain, n, domain.cursor, OURS if self._is_picky(domain) else EVERY)
         if sweeps:
             domain.note_sweep(monotonic() - now - self._pacing.claim_seconds)
         domain.advance(found)
+        domain.note_others(found.others)
         slotted = len(found.ready)
         if found.odd:
             slotted += self._deliver_odd(domain, found, claimed_at)
@@ -216,7 +241,7 @@ class Claimer(DatabaseService):
         domain.note(found, slotted)
         return len(found.ready) + len(found.odd)
 
-    def _claim_or_take(self, domain: _Domain, n: int, own: int) -> int:
+    def _claim_or_take(self, domain: DomainCursors, n: int, own: int) -> int:
         """Claim, and take commands that others parked because they had no handler. Each of the two is first in
         turn."""
         if not self._unhandled.is_due(domain.name):
@@ -226,7 +251,7 @@ class Claimer(DatabaseService):
         claimed = self._claim(domain, n - taken) if taken < n else 0
         return taken + claimed + (0 if domain.takes_first else self._take(domain, n - claimed, own))
 
-    def _take(self, domain: _Domain, n: int, own: int) -> int:
+    def _take(self, domain: DomainCursors, n: int, own: int) -> int:
         """Only for slots that are free now. A command that waits for a slot may be given back, and others would
         see it."""
         n = min(n, self._dispatcher.room(0) + own)
@@ -240,7 +265,7 @@ class Claimer(DatabaseService):
             self._pass_on(domain.name, found.ready, claimed_at)
         return len(found.ready) + len(found.odd)
 
-    def _ask(self, domain: _Domain, n: int, cursor: datetime | None, kind: str) -> Claim:
+    def _ask(self, domain: DomainCursors, n: int, cursor: datetime | None, kind: str, band: int = NORMAL) -> Claim:
         claimed_at = boottime()
         asked = claim(
             domain=domain.name,
@@ -249,6 +274,9 @@ class Claimer(DatabaseService):
             lease_seconds=self._settings.visibility_timeout,
             cursor=cursor,
             kind=kind,
+            band=band,
+            high_cursor=domain.high.cursor,
+            low_cursor=domain.low.cursor,
         )
         try:
             return self._connection.run(asked)
@@ -271,7 +299,7 @@ class Claimer(DatabaseService):
                 self._adopter.take(domain.name, raw, boottime() - lease)
         self._looks.pop(0)
 
-    def _sift(self, domain: _Domain) -> int:
+    def _sift(self, domain: DomainCursors) -> int:
         """A bite of a flood of raw messages. Returns how many it had. The last one ends the flood."""
         claimed_at = boottime()
         found = self._ask(domain, domain.sieve, domain.raw_cursor, RAW)
@@ -285,13 +313,17 @@ class Claimer(DatabaseService):
     def _read(self, name: str, seconds: float) -> None:
         """Raw messages of a domain were read. Some may be commands now, and the cursor may have passed others."""
         for domain in self._domains:
-            domain.cursor = None
+            domain.start_over()
             if domain.name == name:
                 domain.size_sieve(seconds)
 
-    def _deliver_odd(self, domain: _Domain, found: Claim, claimed_at: float) -> int:
+    def _deliver_odd(
+        self, domain: DomainCursors, found: Claim, claimed_at: float, *, are_first: bool = False
+    ) -> int:
         """Put right what is odd, and deliver the rest with it. Returns how many odd ones need a slot now."""
-        self._pass_on(domain.name, found.ready, claimed_at)  # the odd ones do not hold them up
+        self._pass_on(
+            domain.name, found.ready, claimed_at, are_first=are_first
+        )  # the odd ones do not hold them up
         if raw := [row for row in found.odd if row.id is None]:
             self._adopter.take(domain.name, raw, claimed_at)
         ours = self._unhandled.marked(domain.name, [row for row in found.odd if row.id is not None])
@@ -309,10 +341,12 @@ class Claimer(DatabaseService):
         finally:
             self._quarantine.admitted()
 
-    def _pass_on(self, domain: str, rows: list[tuple[Any, ...]], claimed_at: float) -> None:
+    def _pass_on(
+        self, domain: str, rows: list[tuple[Any, ...]], claimed_at: float, *, are_first: bool = False
+    ) -> None:
         if rows:
             self.claimed += len(rows)
-            if unhandled := self._dispatcher.deliver(domain, rows, claimed_at):
+            if unhandled := self._dispatcher.deliver(domain, rows, claimed_at, are_first=are_first):
                 marked = ClaimedRows(domain, claimed_at, self._unhandled.marked(domain, unhandled))
                 self._odd.put_right(marked, ANY_ROOM, until=monotonic() + LOCKED_SECONDS)
 
@@ -348,21 +382,32 @@ class Claimer(DatabaseService):
                     return
         if self._on_idle():
             for domain in self._domains:
-                domain.cursor = None
+                domain.start_over()
             return
         # At most half of the announcement's time, so that it is renewed before it expires.
         longest = min(self._settings.poll_interval, ANNOUNCEMENT_SECONDS / 2)
-        due = [self._connection.run(next_due(domain.name, within_seconds=longest)) for domain in self._domains]
+        due = [self._next_due(domain, longest) for domain in self._domains]
         due.append(self._odd.next_seconds)
         soonest = min((seconds for seconds in due if seconds is not None), default=longest)
         self.sleep(min(max(soonest, 0.001), longest))
+
+    def _next_due(self, domain: DomainCursors, within_seconds: float) -> float | None:
+        asked = next_due(
+            domain.name,
+            within_seconds=within_seconds,
+            high_cursor=domain.high.cursor,
+            low_cursor=domain.low.cursor,
+        )
+        found = self._connection.run(asked)
+        domain.note_others(found.others)
+        return found.seconds
 
     def _announce(self) -> None:
         names = [domain.name for domain in self._domains]
         self._connection.run(announce(worker=self._worker, domains=names, seconds=ANNOUNCEMENT_SECONDS))
         self._announced_until = monotonic() + ANNOUNCEMENT_SECONDS
         for domain in self._domains:
-            domain.cursor = None  # a sender that saw no announcement may have committed a message below the cursor
+            domain.start_over()  # a sender that saw no announcement may have committed a message below the cursor
 
     def heard(self, channel: str, payload: str) -> None:
         for domain in self._domains:
@@ -382,65 +427,3 @@ class Claimer(DatabaseService):
             self._connection.run(withdraw(self._worker))
         except (psycopg.Error, CommandBusError) as error:
             logger.info("what this worker announced or left is left to its end: %s", error)
-
-
-class _Domain:
-    """A domain's cursor."""
-
-    def __init__(self, name: str, *, is_routed: bool) -> None:
-        self.name = name
-        self.is_routed = is_routed
-        self.takes_first = False  # does `_take` come first in this round?
-        self.cursor: datetime | None = None
-        self.swept_at = 0.0
-        self.sweep_seconds = SWEEP_SECONDS
-        self.is_flooded = False
-        self.slotless = 1  # claim this many times more: these commands need no slot
-        self.raw_cursor: datetime | None = None
-        self.sieve = LARGEST_CLAIM
-
-    def note(self, found: Claim, slotted: int) -> None:
-        """Is it a flood: of raw messages, of messages that only say that they are ours, or of suspects? So many of
-        them have gone to slots."""
-        raw = sum(row.id is None for row in found.odd)
-        count = len(found.ready) + len(found.odd)
-        suspects = sum(row.id is not None and bool(row.alone or row.before) for row in found.odd)
-        is_slotless = found.full and raw + suspects == count and not slotted
-        self.slotless = min(self.slotless * SLOTLESS_FACTOR, LARGEST_CLAIM) if is_slotless else 1
-        if found.full and 2 * raw >= count and not self.is_flooded:
-            self.is_flooded, self.raw_cursor = True, None
-
-    def note_sweep(self, longer: float) -> None:
-        """To begin at the beginning took so much longer than a claim: over a flood, or over what an open
-        transaction keeps, it is a long walk. A walk of more than 50 ms is made less often."""
-        self.sweep_seconds = max(SWEEP_SECONDS, longer / SWEEP_SHARE)
-
-    def end_flood(self) -> None:
-        """Its last message was claimed."""
-        self.is_flooded, self.cursor, self.sweep_seconds = False, None, SWEEP_SECONDS
-
-    def size_sieve(self, seconds: float) -> None:
-        """Choose the size of the next bite of a flood by how long the last one took."""
-        if seconds > SIEVE_SECONDS:
-            self.sieve = max(SMALLEST_SIEVE, self.sieve // 2)
-        elif seconds < SIEVE_SECONDS / 2:
-            self.sieve = min(LARGEST_SIEVE, self.sieve * 2)
-
-    def advance(self, found: Claim) -> None:
-        """Begin the next claim where this one ended: at the last vt of a full one, else at its own time.
-
-        A sender's vt is taken a moment before its commit. The margin leaves room for such messages.
-        """
-        if found.claimed_at is not None:
-            reached = found.last_vt if found.full and found.last_vt is not None else found.claimed_at - MARGIN
-            self.cursor = reached
-
-    def step_back(self, payload: str) -> None:
-        """A notification speaks of a message that may be older than the cursor: its vt, or 0 for "anywhere"."""
-        try:
-            seconds = float(payload)
-        except ValueError:
-            seconds = 0.0
-        vt = datetime.fromtimestamp(seconds, UTC) - MARGIN if 0 < seconds < 32503680000 else None
-        if self.cursor is not None and (vt is None or vt < self.cursor):
-            self.cursor = vt

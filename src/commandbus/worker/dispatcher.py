@@ -257,9 +257,11 @@ class Dispatcher:
 
     # --- deliver ----------------------------------------------------------------------------------------------
 
-    def deliver(self, domain: str, rows: Sequence[tuple[Any, ...]], claimed_at: float) -> list[tuple[Any, ...]]:
-        """Hand rows to the lanes; returns those of unknown types, which the claimer parks, and those that must
-        join the line of their key first."""
+    def deliver(
+        self, domain: str, rows: Sequence[tuple[Any, ...]], claimed_at: float, *, are_first: bool = False
+    ) -> list[tuple[Any, ...]]:
+        """Hand rows to the lanes, before what waits there if they are of high priority. Returns those of unknown
+        types, which the claimer parks, and those that must join the line of their key first."""
         if self._from_before:
             self._lose_reused(domain, rows)
         unhandled: list[tuple[Any, ...]] = []
@@ -318,11 +320,11 @@ class Dispatcher:
             else:
                 sync.append(attempt)
         if routed:
-            self._router.push(routed)
+            self._router.push(routed, are_first=are_first)
         if sync:
-            self._slots.push(sync)
+            self._slots.push(sync, are_first=are_first)
         if asynchronous and self.loop is not None:
-            self.loop.push(asynchronous)
+            self.loop.push(asynchronous, are_first=are_first)
         if limited:
             self._limited.permit_request(limited)
         if self.chunks.is_used:

@@ -23,6 +23,7 @@ from commandbus.model.command import (
 )
 from commandbus.model.json_values import JsonValue
 from commandbus.model.page import Page
+from commandbus.model.priority import Priority
 
 if TYPE_CHECKING:
     from commandbus.flow.commands import call, history, inspect, lookup, operate
@@ -221,6 +222,24 @@ class CommandRepository(Repository):
         action = operate.operator_action(operator or whoami(), reason, "CANCEL")
         return self._bus.run(operate.cancel(names.check_domain(domain), command_id, action), conn)
 
+    def set_priority(
+        self,
+        domain: str,
+        command_id: str,
+        priority: Priority,
+        *,
+        operator: str | None = None,
+        reason: str | None = None,
+        conn: object = None,
+    ) -> Priority:
+        """Change the priority of a command that waits, however it waits. Returns the former one.
+
+        If it runs, its retries have the new priority. A command that has ended, or is in the troubleshooting
+        queue, is refused.
+        """
+        action = operate.operator_action(operator or whoami(), reason)
+        return self._bus.run(operate.set_priority(names.check_domain(domain), command_id, priority, action), conn)
+
     def operator_retry(
         self,
         domain: str,
@@ -284,6 +303,7 @@ class AsyncCommandRepository(AsyncRepository):
     list_undelivered = awaited(CommandRepository.list_undelivered)
     list_in_tsq = awaited(CommandRepository.list_in_tsq)
     cancel = awaited(CommandRepository.cancel)
+    set_priority = awaited(CommandRepository.set_priority)
     operator_retry = awaited(CommandRepository.operator_retry)
     operator_cancel = awaited(CommandRepository.operator_cancel)
     operator_complete = awaited(CommandRepository.operator_complete)

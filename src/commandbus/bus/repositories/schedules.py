@@ -18,6 +18,7 @@ from commandbus.model.durations import Duration
 from commandbus.model.handle import given_by
 from commandbus.model.json_values import JsonValue
 from commandbus.model.page import Page
+from commandbus.model.priority import Priority
 from commandbus.model.retry import OnExhausted
 from commandbus.model.schedule import MissedPolicy, OverlapPolicy, Schedule, check_name
 
@@ -45,6 +46,7 @@ class ScheduleRepository(Repository):
         missed: MissedPolicy = "run_once",
         overlap: OverlapPolicy = "allow",
         most: int = 100,
+        priority: Priority | None = None,
         replace: bool = False,
         operator: str | None = None,
         reason: str | None = None,
@@ -58,6 +60,7 @@ class ScheduleRepository(Repository):
         schedule = Schedule(
             domain, name, cron, every, timezone, command_type, data, headers, correlation_id, reply_to,
             max_attempts, timeout, expires, on_exhausted, missed, overlap, most,
+            priority,
         )  # fmt: skip
         creation = operate.create(schedule, _action(operator, reason), replaces=replace)
         return self._bus.run(creation, conn)

@@ -34,9 +34,10 @@ from commandbus.flow.commands.send import explain_missing
 from commandbus.flow.commands.settle import Settlement, cancellation, given_back, of_row, settle
 from commandbus.flow.keys.join import join
 from commandbus.flow.operation import Statement, Steps, operation
-from commandbus.model import envelope, names, payload
+from commandbus.model import envelope, names, payload, priority
 from commandbus.model.command import NewCommand
 from commandbus.model.outcome import Failure, Judgement, Verdict
+from commandbus.model.priority import HIGH, LOW, NORMAL
 from commandbus.model.suspects import LONGEST_DELAY, Marks, delay_apart
 from commandbus.quick_dataclass import dataclass
 
@@ -56,6 +57,12 @@ OURS = "(pg_catalog.pg_column_size(message) <= 80 AND message OPERATOR(pg_catalo
 """… those that look like commands of ours (the size is known without reading a large message) …"""
 RAW = f"{OURS} IS NOT TRUE"
 """… or the others."""
+MILLENNIUM = timedelta(hours=8_766_000)
+"""How far apart the bands of vt are (ADR 27)."""
+_SHIFTS = {HIGH: " - {millennium}", NORMAL: "", LOW: " + {millennium}"}
+EARLY, LATE = datetime(1500, 1, 1, tzinfo=UTC), datetime(2500, 1, 1, tzinfo=UTC)
+"""Where the normal band begins and ends."""
+_FIRST: dict[int, datetime | str] = {HIGH: "-infinity", NORMAL: EARLY, LOW: LATE}
 
 
 class Text(NamedTuple):
@@ -111,32 +118,64 @@ def nobody_knows(worker: str) -> None:
     """A `RunningIn` that knows nothing: there is no evidence of what ran in a vanished worker."""
 
 
+class NextDue(NamedTuple):
+    """In how many seconds a claim may find something; None if not within the time asked for. `others`: is
+    something due by then in the bands of other priorities (1 is high, 2 is low)?"""
+
+    seconds: float | None
+    others: int
+
+
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """The result of one claim: rows to run, as plain tuples (the hot path), and the unusual ones."""
+    """The result of one claim: rows to run, as plain tuples (the hot path), and the unusual ones. `others`: is
+    something due in the bands of other priorities (1 is high, 2 is low)?"""
 
     ready: list[tuple[Any, ...]]
     odd: list[ClaimedRow]
     full: bool
     last_vt: datetime | None
     claimed_at: datetime | None
+    others: int = 0
 
 
 @operation(atomic=False)
 def claim(
-    *, domain: str, worker: str, n: int, lease_seconds: float, cursor: datetime | None, kind: str = EVERY
+    *,
+    domain: str,
+    worker: str,
+    n: int,
+    lease_seconds: float,
+    cursor: datetime | None,
+    kind: str = EVERY,
+    band: int = NORMAL,
+    high_cursor: datetime | None = None,
+    low_cursor: datetime | None = None,
 ) -> Steps[Claim]:
-    """Claim up to n messages that became visible at or after the cursor (None: from the beginning)."""
+    """Claim up to n messages of one priority that became due at or after the cursor (None: from the beginning).
+
+    A claim of the normal band also looks, from their cursors, whether anything is due in the other two.
+    """
+    params = {
+        "domain": domain,
+        "worker": worker,
+        "n": n,
+        "lease": lease_seconds,
+        "cursor": _place(band, cursor),
+    }
+    if band == NORMAL:
+        params |= {"high": _place(HIGH, high_cursor), "low": _place(LOW, low_cursor)}
     try:
         rows = yield Statement(
-            sql.text("commands/claim", domain=domain, kind=kind),
-            {
-                "domain": domain,
-                "worker": worker,
-                "n": n,
-                "lease": lease_seconds,
-                "cursor": cursor or "-infinity",
-            },
+            sql.text(
+                "commands/claim",
+                others=sql.part("commands/others_due") if band == NORMAL else "NULL",
+                shift=_SHIFTS[band],
+                shift_back=_SHIFTS[-band],
+                domain=domain,
+                kind=kind,
+            ),
+            params,
             by_keys=True,
         )
     except (pg.UndefinedTable, pg.InvalidSchemaName) as error:
@@ -161,7 +200,12 @@ def as_claim(rows: Sequence[tuple[Any, ...]], n: int) -> Claim:
     if len(ready) < len(rows):
         odd = [claimed for claimed in (ClaimedRow(*row) for row in rows) if claimed.is_odd]
     first = ClaimedRow(*rows[0])
-    return Claim(ready, odd, len(rows) == n, _moment(first.last_vt), _moment(first.claimed_at))
+    return Claim(ready, odd, len(rows) == n, _moment(first.last_vt), _moment(first.claimed_at), first.others or 0)
+
+
+def _place(band: int, cursor: datetime | None) -> datetime | str:
+    """Where a cursor is in its band."""
+    return _FIRST[band] if cursor is None else cursor - band * MILLENNIUM
 
 
 def _moment(microseconds: int) -> datetime:
@@ -237,12 +281,25 @@ def run_alone(domain: str, worker: str, held: Held) -> Steps[bool]:
 
 
 @operation(atomic=False)
-def next_due(domain: str, *, within_seconds: float = FAR_SECONDS) -> Steps[float | None]:
-    """Seconds until the next delayed message becomes visible."""
+def next_due(
+    domain: str,
+    *,
+    within_seconds: float = FAR_SECONDS,
+    high_cursor: datetime | None = None,
+    low_cursor: datetime | None = None,
+) -> Steps[NextDue]:
+    """Seconds until the next delayed message becomes visible, and what the bands of other priorities have."""
     rows = yield Statement(
-        sql.text("commands/next_due", domain=domain), {"domain": domain, "within": within_seconds}, by_keys=True
+        sql.text("commands/next_due", domain=domain),
+        {
+            "domain": domain,
+            "within": within_seconds,
+            "high": _place(HIGH, high_cursor),
+            "low": _place(LOW, low_cursor),
+        },
+        by_keys=True,
     )
-    return rows[0][0] if rows else None
+    return NextDue(rows[0][0], rows[0][1] or 0)
 
 
 @operation(atomic=False)
@@ -370,7 +427,7 @@ def _adoption(row: ClaimedRow, new: NewCommand) -> dict[str, Any]:
     return {"m": row.msg_id, "k": row.read_ct, "i": new.command_id, "t": new.command_type, "x": new.max_attempts,
             "c": new.correlation_id, "r": new.reply_to, "h": new.headers, "d": new.data,
             "o": envelope.timeout_seconds(new.timeout), "e": envelope.expiry(new.expires),
-            "f": new.on_exhausted}  # fmt: skip
+            "f": new.on_exhausted, "p": priority.to_number(new.priority)}  # fmt: skip
 
 
 def _read_holders(domain: str, worker: str, lost: Sequence[ClaimedRow]) -> Steps[dict[int, list[dict[str, Any]]]]:

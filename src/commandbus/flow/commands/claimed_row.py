@@ -60,9 +60,9 @@ class ClaimedRow(NamedTuple):
     closed.
 
     `before` is True if a worker held the row when its lease ran out. `created_at` is an epoch second; `last_vt`
-    and `claimed_at` are microseconds, the same in every row. `options` is the JSON text of RareOptions.
-    `unhandled` is not a column: if this worker has no handler for the command, it is the note with which the
-    command is parked.
+    and `claimed_at` are microseconds, the same in every row. So is `others`: what is due in other priorities (1 is
+    high, 2 is low, 3 is both). `options` is the JSON text of RareOptions. `unhandled` is not a column: if this
+    worker has no handler for the command, it is the note with which the command is parked.
     """
 
     msg_id: int
@@ -80,7 +80,7 @@ class ClaimedRow(NamedTuple):
     created_at: float | None
     is_paused: bool | None
     before: bool | None
-    message: None
+    others: int | None
     last_vt: int
     claimed_at: int
     timeout: float | None = None
@@ -137,7 +137,7 @@ class ClaimedRow(NamedTuple):
     CREATED_AT,
     IS_PAUSED,
     BEFORE,
-    _MESSAGE,
+    _OTHERS,
     _LAST_VT,
     _CLAIMED_AT,
     TIMEOUT,

@@ -15,10 +15,12 @@ from commandbus.flow.commands.records import complete, queue_rows
 from commandbus.flow.commands.unhandled_types import MOST_COUNTED, UnhandledType, unhandled_types
 from commandbus.flow.operation import Statement, Steps, no_schema, operation
 from commandbus.model import names
+from commandbus.model import priority as priorities
 from commandbus.model.command import AuditEntry, AuditEvent, CommandRecord, CommandStatus, TsqEntry
 from commandbus.model.json_values import Json
 from commandbus.model.page import MAX_ID, Page, cut, id_of
 from commandbus.model.payload import loads_or_none
+from commandbus.model.priority import Priority
 from commandbus.quick_dataclass import dataclass
 
 WORKER_ALIVE_SECONDS = 15.0
@@ -43,6 +45,7 @@ class CommandQuery:
     created_after: datetime | None = None
     created_before: datetime | None = None
     batch_id: str | None = None
+    priority: Priority | None = None
 
 
 class CommandFilters(TypedDict, total=False):
@@ -56,12 +59,14 @@ class CommandFilters(TypedDict, total=False):
     created_after: datetime | None
     created_before: datetime | None
     batch_id: str | None
+    priority: Priority | None
 
 
 @dataclass(frozen=True, slots=True)
 class DomainStatus:
     """The counts of one domain; `oldest_seconds` is the age of the oldest command that could run now.
 
+    `ready_high` and `ready_low` say how many of the `ready` ones have high or low priority.
     `unhandled` are the command types whose commands are parked until a worker with a handler for them starts.
     """
 
@@ -76,6 +81,8 @@ class DomainStatus:
     is_paused: bool
     paused_types: list[str] = field(default_factory=list)
     rejected: int = 0
+    ready_high: int = 0
+    ready_low: int = 0
     unhandled: list[UnhandledType] = field(default_factory=list)
 
 
@@ -145,6 +152,7 @@ def query_commands(query: CommandQuery, *, limit: int, cursor: str | None = None
         if query.correlation_id is None
         else names.to_id(query.correlation_id, "correlation_id"),
         "status": status,
+        "priority": priorities.to_number(query.priority, InvalidCommandError),
         "created_after": _instant(query.created_after, "created_after"),
         "created_before": _instant(query.created_before, "created_before"),
         "batch": None,
@@ -171,8 +179,8 @@ def query_commands(query: CommandQuery, *, limit: int, cursor: str | None = None
 def records(ids: Sequence[int]) -> Steps[list[CommandRecord]]:
     """What is known of the commands with these internal ids, newest first."""
     unfiltered = (
-        "domain", "command_type", "command_id", "correlation_id", "status", "created_after", "created_before",
-        "not_ids", "before_id",
+        "domain", "command_type", "command_id", "correlation_id", "status", "priority", "created_after",
+        "created_before", "not_ids", "before_id",
     )  # fmt: skip
     params = dict.fromkeys(unfiltered) | {"ids": list(ids), "limit": len(ids)}
     rows = yield Statement(sql.text("commands/query_commands", **_ALL), params)
@@ -325,7 +333,7 @@ def _with_current(trail: list[AuditEntry], current: list[AuditEntry]) -> list[Au
 
 
 def _is_after_start(event: AuditEvent | str) -> bool:
-    return event is AuditEvent.OPERATOR_CANCEL or not isinstance(event, AuditEvent)
+    return event in (AuditEvent.OPERATOR_CANCEL, AuditEvent.OPERATOR_PRIORITY) or not isinstance(event, AuditEvent)
 
 
 def _current(domain: str, command_id: str) -> Steps[list[AuditEntry]]:

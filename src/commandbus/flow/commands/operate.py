@@ -1,4 +1,5 @@
-"""What operators do: retry, cancel and complete commands in the troubleshooting queue, and cancel other commands.
+"""What operators do: retry, cancel and complete commands in the troubleshooting queue, cancel other commands, and
+change their priority.
 
 Every action locks what it moves, checks the state, and is recorded with the operator's name. If two operators act
 at the same time, one wins. The other's action finds nothing, and `explain` says what the command's state is now.
@@ -21,8 +22,10 @@ from commandbus.flow.commands.send import explain_missing
 from commandbus.flow.commands.settle import cancellation
 from commandbus.flow.operation import Plan, Row, Statement, Steps, operation
 from commandbus.model import names, payload
+from commandbus.model import priority as priorities
 from commandbus.model.command import CancelResult
 from commandbus.model.outcome import Failure
+from commandbus.model.priority import Priority
 from commandbus.quick_dataclass import dataclass
 
 BITE = 1000  # commands moved by one bulk statement: a bound on locks held, not on what a caller may ask for
@@ -125,6 +128,27 @@ def cancel(domain: str, command_id: str, what: OperatorAction) -> Steps[CancelRe
         )
         yield from tell(domain, [tuple(told)], what, was_in_tsq=False)
     return CancelResult(result)
+
+
+@operation(atomic=True)
+def set_priority(domain: str, command_id: str, priority: object, what: OperatorAction) -> Steps[Priority]:
+    """Change the priority of a command that waits, or of the retries of one that runs. Returns the former one."""
+    command_id = names.to_id(command_id)
+    number = priorities.to_number("" if priority is None else priority, InvalidCommandError)
+    params = {"domain": domain, "command_id": command_id, "priority": number, "name": priorities.name_of(number)}
+    try:
+        rows = yield Statement(
+            sql.text("commands/set_priority", domain=domain),
+            params | {"operator": what.operator, "reason": what.reason},
+        )
+    except (pg.UndefinedTable, pg.InvalidSchemaName) as error:
+        raise explain_missing(domain, error) from None
+    if not rows:
+        yield from _find(domain, command_id)
+        raise InvalidOperationError((yield from _explain(domain, command_id, "change the priority of")))
+    before, msg_id, _ = rows[0]
+    yield Statement(sql.text("limits/set_turn"), {"domain": domain, "msg_id": msg_id})
+    return priorities.name_of(before)
 
 
 def _apply(selection: Selection, what: OperatorAction, limit: int) -> Steps[list[Row]]:

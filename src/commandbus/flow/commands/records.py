@@ -19,6 +19,7 @@ from commandbus.flow.limits.inspect import LineEstimate, lines_of
 from commandbus.flow.operation import Row, Statement, Steps
 from commandbus.model.command import CancelRequest, CommandRecord, CommandStatus
 from commandbus.model.payload import loads_or_none
+from commandbus.model.priority import name_of
 from commandbus.model.retry import OnExhausted
 
 HANDLER = "handler"  # what a parked command waits for: a worker that has a handler for its type
@@ -58,6 +59,7 @@ class CommandRow(NamedTuple):
     expires_at: datetime | None
     on_exhausted: OnExhausted | None
     snoozes: int | None
+    priority: int | None
 
     @property
     def charged(self) -> int | None:
@@ -176,6 +178,7 @@ def _settled_side(row: CommandRow) -> CommandRecord:
         error_code=row.error_code, error=row.error, timeout=row.timeout, batch_id=row.batch_id,
         charged_attempts=row.charged, apart=None if status.is_final else row.apart,
         expires_at=row.expires_at, on_exhausted=row.on_exhausted, snoozes=row.snoozes or 0,
+        priority=name_of(row.priority),
     )  # fmt: skip
 
 

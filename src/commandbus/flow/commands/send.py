@@ -2,7 +2,8 @@
 
 `command_id` is an idempotency key, and the unique constraint decides. Of several concurrent senders one inserts
 the row; the others find it and compare. With the same content they get the existing command, with other content
-DuplicateCommandError. The time to run (`delay`, `at`, `expires`) is not content: a second send never changes it.
+DuplicateCommandError. When it runs (`delay`, `at`, `expires`, `priority`) is not content: a second send never
+changes it.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from commandbus.errors import (
     UnknownDomainError,
 )
 from commandbus.flow.operation import Statement, Steps, no_schema, operation
-from commandbus.model import envelope, names, payload, unique_key
+from commandbus.model import envelope, names, payload, priority, unique_key
 from commandbus.model.command import NewCommand, SentCommand, new_command_id
 from commandbus.model.durations import Duration, parse_seconds
 from commandbus.model.handle import given_by
@@ -86,6 +87,7 @@ class Outgoing(NamedTuple):
     on_exhausted: str | None
     key_limit: str | None
     key: str | None
+    priority: int | None  # 1 is high, 0 normal, -1 low; None: its handler decides
     has_own_id: bool  # the caller chose the command_id, so it may exist already
 
 
@@ -111,6 +113,7 @@ def prepare(new: NewCommand, *, max_bytes: int = payload.DEFAULT_MAX_BYTES) -> O
         on_exhausted=new.on_exhausted,
         key_limit=new.key_limit,
         key=new.key,
+        priority=priority.to_number(new.priority),
         has_own_id=new.command_id is not None,
     )
 
@@ -224,13 +227,14 @@ def _statement(domain: str, outgoing: Outgoing) -> Statement:
             "at": outgoing.at,
             "timeout": outgoing.timeout_seconds,
             "on_exhausted": outgoing.on_exhausted,
+            "priority": outgoing.priority,
             **expiry_params(outgoing),
         },
         only_inserts=True,
     )
 
 
-_NOTHING_MORE = [None, None, None, None, 0.0, None, None, None, None, None, None]
+_NOTHING_MORE = [None, None, None, None, 0.0, None, None, None, None, None, None, None]
 _NOTHING_BUT_DATA = (*_NOTHING_MORE, False)
 
 
@@ -348,6 +352,8 @@ def json_rows(outgoing: Iterable[Outgoing]) -> str:
             row += f',"k":{quote(item.key)}'
         if item.key_limit is not None:
             row += f',"l":{quote(item.key_limit)}'
+        if item.priority is not None:
+            row += f',"p":{item.priority}'
         if isinstance(item.expires, str):
             row += f',"z":"{item.expires}"'
         elif item.expires is not None:

@@ -19,6 +19,7 @@ from commandbus.flow.limits.declare import note_action
 from commandbus.flow.operation import Statement, Steps, operation
 from commandbus.flow.schedules.exist import CHANNEL
 from commandbus.model import payload
+from commandbus.model.priority import to_number
 from commandbus.model.schedule import Schedule
 
 BY_CODE = OperatorAction("commandbus")
@@ -105,6 +106,7 @@ def store(schedule: Schedule, *, is_declared: bool) -> Steps[bool]:
             "max_attempts": schedule.max_attempts,
             "expires": schedule.expires,
             "on_exhausted": schedule.on_exhausted,
+            "priority": to_number(schedule.priority),
             "correlation_id": schedule.correlation_id,
             "reply_to": schedule.reply_to,
             "headers": None if schedule.headers is None else payload.dump(dict(schedule.headers), what="headers"),

@@ -29,6 +29,7 @@ from commandbus.model import names, page
 from commandbus.model.command import CommandStatus, SentCommand
 from commandbus.model.json_values import Json
 from commandbus.model.page import Page
+from commandbus.model.priority import Priority
 from commandbus.model.retry import OnExhausted
 from commandbus.model.schedule import Decision, MissedPolicy, OverlapPolicy, Schedule, check_name, text_of
 from commandbus.model.schedule_times import ScheduleTimes
@@ -62,6 +63,7 @@ class ScheduleRecord:
     timeout: float | None
     expires: float | None
     on_exhausted: OnExhausted | None
+    priority: Priority | None
     missed: MissedPolicy
     overlap: OverlapPolicy
     most: int

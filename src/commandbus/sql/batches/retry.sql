@@ -9,7 +9,7 @@ WITH picked AS MATERIALIZED (
                'commandbus: retry of command ' || id::text, 'UTF8')), 1, 16), 'hex')::uuid::text
                AS command_id,
            id, command_type, max_attempts, correlation_id, nullif(reply_to, '!call') AS reply_to, headers, data, timeout,
-           on_exhausted
+           on_exhausted, priority
       FROM commandbus.command
      WHERE (batch, id) > (%(batch)s, %(after_id)s) AND batch <= %(batch)s
        AND status OPERATOR(pg_catalog.=) 'FAILED'
@@ -17,17 +17,18 @@ WITH picked AS MATERIALIZED (
      LIMIT %(bite)s
 ), sent AS (
     INSERT INTO commandbus.command (domain, command_id, command_type, msg_id, batch, max_attempts, correlation_id,
-                                    reply_to, headers, data, timeout, on_exhausted)
+                                    reply_to, headers, data, timeout, on_exhausted, priority)
     SELECT %(domain)s, command_id, command_type, pg_catalog.nextval('pgmq.{queue}_msg_id_seq'), %(into)s,
            max_attempts,
-           correlation_id, reply_to, headers, data, timeout, on_exhausted
+           correlation_id, reply_to, headers, data, timeout, on_exhausted, priority
       FROM picked
      ORDER BY id
     ON CONFLICT (domain, command_id) DO NOTHING
-    RETURNING id, msg_id
+    RETURNING id, msg_id, priority
 ), queued AS (
     INSERT INTO pgmq.{queue} (msg_id, vt, message) OVERRIDING SYSTEM VALUE
-    SELECT msg_id, pg_catalog.clock_timestamp(), pg_catalog.jsonb_build_object('command', id) FROM sent
+    SELECT msg_id, pg_catalog.clock_timestamp() + {shift_for priority}, pg_catalog.jsonb_build_object('command', id)
+      FROM sent
      ORDER BY msg_id
     RETURNING vt
 ), woken AS MATERIALIZED (

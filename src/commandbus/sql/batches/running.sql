@@ -5,8 +5,13 @@
 -- process_unfinished.
 SELECT c.batch, pg_catalog.count(*)
   FROM (SELECT msg_id, message ->> 'command'::text AS command
-          FROM pgmq.{queue}
-         WHERE vt > pg_catalog.now() AND vt < pg_catalog.now() + interval '1 day' AND headers ? 'held_by'::text
+          FROM {bands}
+         CROSS JOIN LATERAL (
+               SELECT msg_id, message
+                 FROM pgmq.{queue}
+                WHERE vt > pg_catalog.now() + shift AND vt < pg_catalog.now() + shift + interval '1 day'
+                  AND headers ? 'held_by'::text
+               OFFSET 0) h
         OFFSET 0) q
   JOIN commandbus.command c
     ON c.id = CASE WHEN q.command ~ '^[0-9]{1,18}$' THEN q.command::bigint END

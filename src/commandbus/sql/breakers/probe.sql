@@ -28,6 +28,6 @@ WITH fresh AS MATERIALIZED (
 ), freed AS (
     DELETE FROM commandbus.parked WHERE seq = (SELECT seq FROM chosen)
 ), woken AS (
-    UPDATE pgmq.{queue} SET vt = pg_catalog.now() WHERE msg_id = (SELECT msg_id FROM chosen)
+    UPDATE pgmq.{queue} SET vt = pg_catalog.now() + {own_shift} WHERE msg_id = (SELECT msg_id FROM chosen)
 )
 SELECT command, pg_catalog.pg_notify('commandbus_' || %(domain)s, '0') FROM chosen

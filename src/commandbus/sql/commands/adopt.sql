@@ -7,7 +7,7 @@
 WITH input AS MATERIALIZED (
     SELECT * FROM pg_catalog.json_to_recordset(%(rows)s::json)
         AS x(m bigint, k integer, i text, t text, x integer, c text, r text, h json, d json, o float8, e float8,
-             f text)
+             f text, p smallint)
 ), held AS MATERIALIZED (
     SELECT q.msg_id, q.enqueued_at
       FROM pgmq.{queue} q
@@ -17,15 +17,17 @@ WITH input AS MATERIALIZED (
        FOR UPDATE
 ), sent AS (
     INSERT INTO commandbus.command (domain, command_id, command_type, msg_id, created_at, max_attempts,
-                                    correlation_id, reply_to, headers, data, timeout, attempt_base, waived, on_exhausted, expires_at)
+                                    correlation_id, reply_to, headers, data, timeout, attempt_base, waived, on_exhausted,
+                                    priority, expires_at)
     SELECT %(domain)s, i, t, msg_id, greatest(least(enqueued_at, pg_catalog.now()), 'epoch'), x, c, r, h, d,
-           o, -k, k, f, pg_catalog.now() + pg_catalog.make_interval(secs => e)
+           o, -k, k, f, p, pg_catalog.now() + pg_catalog.make_interval(secs => e)
       FROM held JOIN input ON m = msg_id
     ON CONFLICT (domain, command_id) DO NOTHING
-    RETURNING id, msg_id
+    RETURNING id, msg_id, priority
 ), thinned AS (
     UPDATE pgmq.{queue} q
-       SET message = pg_catalog.jsonb_build_object('command', s.id), headers = NULL, vt = pg_catalog.now()
+       SET message = pg_catalog.jsonb_build_object('command', s.id), headers = NULL,
+           vt = pg_catalog.now() + {shift_for s.priority}
       FROM sent s
      WHERE q.msg_id = s.msg_id
 )

@@ -15,6 +15,9 @@
 -- `kind` is always true, unless a flood of raw messages is in the queue. Then it distinguishes commands from raw messages
 -- (flow/commands/claim.py).
 --
+-- It claims from one band of vt (ADR 27): `shift` says how far from now. The claim of the normal band also says (`others`)
+-- whether something is due in the other two: 1 is high, 2 is low, 3 is both. That is a look at one index entry each.
+--
 -- One row write each: read_ct, vt and the holder. If the worker that held a row has vanished, the row keeps that holder
 -- under "before" until flow/commands/claim.py has recorded the lost attempt.
 --
@@ -30,7 +33,7 @@
 WITH picked AS MATERIALIZED (
     SELECT ctid, vt
       FROM pgmq.{queue}
-     WHERE vt <= pg_catalog.now()
+     WHERE vt <= pg_catalog.now(){shift}
        AND (vt, msg_id) >= (%(cursor)s::timestamptz, 0)
        AND (pg_catalog.sign(%(n)s::float8) = 1::float8 OR msg_id = 0)
        AND NOT EXISTS (SELECT FROM commandbus.pause WHERE domain = %(domain)s AND command_type = '')
@@ -39,7 +42,7 @@ WITH picked AS MATERIALIZED (
      LIMIT %(n)s
        FOR UPDATE SKIP LOCKED
 ), reached AS MATERIALIZED (
-    SELECT (extract(epoch FROM greatest(pg_catalog.max(vt), 'epoch')) * 1000000::numeric)::bigint AS last_vt,
+    SELECT (extract(epoch FROM greatest(pg_catalog.max(vt){shift_back}, 'epoch')) * 1000000::numeric)::bigint AS last_vt,
            (extract(epoch FROM pg_catalog.now()) * 1000000::numeric)::bigint AS claimed_at
       FROM picked
 ), holder AS MATERIALIZED (
@@ -49,7 +52,7 @@ WITH picked AS MATERIALIZED (
 ), leased AS (
     UPDATE pgmq.{queue}
        SET read_ct = least(read_ct, 100000000) + 1,
-           vt = pg_catalog.now() + pg_catalog.make_interval(secs => %(lease)s),
+           vt = pg_catalog.now(){shift} + pg_catalog.make_interval(secs => %(lease)s),
            headers = CASE WHEN headers IS NULL THEN (SELECT holder FROM holder)
                           ELSE (SELECT holder FROM holder) || pg_catalog.jsonb_build_object('before', headers) END
      WHERE ctid = ANY (ARRAY(SELECT ctid FROM picked))
@@ -61,7 +64,7 @@ SELECT l.msg_id, l.read_ct, c.id, c.command_id, c.command_type, c.data::text, le
        c.command_type = ANY (ARRAY(SELECT command_type FROM commandbus.pause WHERE domain = %(domain)s))
            OR (c.command_type = ANY (ARRAY(SELECT command_type FROM broken))
                AND c.id <> ALL (ARRAY(SELECT probe FROM broken WHERE probe IS NOT NULL))),
-       NULLIF(l.is_lost, false), NULL, (SELECT last_vt FROM reached), (SELECT claimed_at FROM reached),
+       NULLIF(l.is_lost, false), {others}, (SELECT last_vt FROM reached), (SELECT claimed_at FROM reached),
        c.timeout, c.suspect, c.step, c.batch, c.id = ANY (ARRAY(SELECT probe FROM broken WHERE probe IS NOT NULL)),
        c.quarantine, c.alone,
        CASE WHEN c.expires_at IS NOT NULL OR c.snoozes IS NOT NULL OR c.on_exhausted IS NOT NULL

@@ -4,11 +4,17 @@
 --
 -- Locks: none. Indexes: q_*_vt_idx up to now, tsq_domain_type.
 WITH claimable AS (
-    SELECT greatest(vt, enqueued_at, 'epoch') AS since
-      FROM pgmq.{queue}
-     WHERE vt <= pg_catalog.now()
-       AND NOT EXISTS (SELECT FROM commandbus.pause WHERE domain = %(domain)s AND command_type = '')
-     ORDER BY vt
+    SELECT greatest(q.vt - shift, q.enqueued_at, 'epoch') AS since
+      FROM {bands}
+     CROSS JOIN LATERAL (
+           SELECT vt, enqueued_at
+             FROM pgmq.{queue}
+            WHERE vt <= pg_catalog.now() + shift
+              AND (vt, msg_id) >= (CASE WHEN shift < interval '0' THEN '-infinity'::timestamptz
+                                        WHEN shift > interval '0' THEN {late} ELSE {early} END, 0)
+              AND NOT EXISTS (SELECT FROM commandbus.pause WHERE domain = %(domain)s AND command_type = '')
+            ORDER BY vt
+            LIMIT %(most)s) q
      LIMIT %(most)s
 )
 SELECT (SELECT pg_catalog.count(*) FROM claimable),

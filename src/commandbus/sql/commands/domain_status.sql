@@ -19,5 +19,7 @@ SELECT pg_catalog.count(*) FILTER (WHERE NOT held AND vt <= pg_catalog.now()),
        EXISTS (SELECT FROM commandbus.pause WHERE domain = %(domain)s AND command_type = ''),
        ARRAY(SELECT command_type FROM commandbus.pause
               WHERE domain = %(domain)s AND command_type <> '' ORDER BY 1),
-       (SELECT pg_catalog.count(*) FROM commandbus.rejected_message WHERE domain = %(domain)s)
-  FROM (SELECT vt, enqueued_at, COALESCE(headers ? 'held_by'::text, false) AS held FROM pgmq.{queue}) q
+       (SELECT pg_catalog.count(*) FROM commandbus.rejected_message WHERE domain = %(domain)s),
+       pg_catalog.count(*) FILTER (WHERE NOT held AND vt <= pg_catalog.now() AND is_high),
+       pg_catalog.count(*) FILTER (WHERE NOT held AND vt <= pg_catalog.now() AND is_low)
+  FROM (SELECT {due_at} AS vt, vt < {early} AS is_high, vt >= {late} AS is_low, enqueued_at, COALESCE(headers ? 'held_by'::text, false) AS held FROM pgmq.{queue}) q

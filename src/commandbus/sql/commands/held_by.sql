@@ -5,11 +5,15 @@
 -- that an attempt gets without asking for more; the queue's key for attempts that ran, whose leases may be longer; the
 -- command's key.
 WITH held AS MATERIALIZED (
-    SELECT msg_id, read_ct, message, headers
-      FROM pgmq.{queue}
-     WHERE vt > pg_catalog.now() - pg_catalog.make_interval(secs => %(past)s)
-       AND vt <= pg_catalog.now() + pg_catalog.make_interval(secs => %(lease)s)
-       AND headers -> 'held_by'::text = pg_catalog.to_jsonb(%(worker)s::text)
+    SELECT q.*
+      FROM {bands}
+     CROSS JOIN LATERAL (
+           SELECT msg_id, read_ct, message, headers
+             FROM pgmq.{queue}
+            WHERE vt > pg_catalog.now() + shift - pg_catalog.make_interval(secs => %(past)s)
+              AND vt <= pg_catalog.now() + shift + pg_catalog.make_interval(secs => %(lease)s)
+              AND headers -> 'held_by'::text = pg_catalog.to_jsonb(%(worker)s::text)
+           OFFSET 0) q
     UNION
     SELECT msg_id, read_ct, message, headers
       FROM pgmq.{queue}

@@ -29,8 +29,8 @@ WITH paused AS MATERIALIZED (
      WHERE h.cancel IS NULL
 ), retimed AS (
     UPDATE pgmq.{queue} q
-       SET headers = NULL, vt = CASE WHEN f.reason IS NULL THEN pg_catalog.now()
-                                     ELSE pg_catalog.now() + interval '10 years' END
+       SET headers = NULL, vt = pg_catalog.now() + {own_shift} + CASE WHEN f.reason IS NULL THEN interval '0'
+                                                                       ELSE interval '10 years' END
       FROM fenced f
      WHERE q.msg_id = f.m
 ), waived AS (

@@ -5,7 +5,7 @@ SELECT c.id, c.domain, c.command_id, c.command_type, c.status::text, c.data::tex
        c.finished_at, c.worker, c.msg_id, a.error_type, a.error_code, a.error, c.timeout,
        (SELECT b.batch_id FROM commandbus.batch b WHERE b.id = c.batch), c.waived,
        CASE WHEN c.alone THEN 'alone' WHEN c.suspect IS NOT NULL THEN 'suspect' WHEN c.quarantine THEN 'quarantine' END,
-       c.expires_at, c.on_exhausted, c.snoozes
+       c.expires_at, c.on_exhausted, c.snoozes, c.priority
   FROM commandbus.command c
   LEFT JOIN LATERAL (
        SELECT error_type, error_code, error FROM commandbus.attempt
@@ -17,6 +17,7 @@ SELECT c.id, c.domain, c.command_id, c.command_type, c.status::text, c.data::tex
    AND (%(command_type)s::text IS NULL OR c.command_type = %(command_type)s)
    AND (%(correlation_id)s::text IS NULL OR c.correlation_id = %(correlation_id)s)
    AND (%(status)s::text IS NULL OR c.status::text = %(status)s)
+   AND (%(priority)s::smallint IS NULL OR COALESCE(c.priority, 0::smallint) = %(priority)s::smallint)
    AND (%(created_after)s::timestamptz IS NULL OR c.created_at >= %(created_after)s)
    AND (%(created_before)s::timestamptz IS NULL OR c.created_at < %(created_before)s)
    AND (%(ids)s::bigint[] IS NULL OR c.id = ANY (%(ids)s::bigint[]))

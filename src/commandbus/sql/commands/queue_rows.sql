@@ -4,7 +4,7 @@
 -- names the limit; the caller reads the state of that limit. A command whose turn has come (woken_at) is not parked
 -- any more.
 -- Locks: none. Indexes: the queue's key, parked_domain_msg_id_key, breaker_pkey.
-SELECT q.msg_id, q.vt, q.read_ct, CASE WHEN pg_catalog.jsonb_typeof(q.headers -> 'held_by'::text) = 'string'
+SELECT q.msg_id, {due_at}, q.read_ct, CASE WHEN pg_catalog.jsonb_typeof(q.headers -> 'held_by'::text) = 'string'
                                        THEN q.headers ->> 'held_by'::text END,
        CASE WHEN pg_catalog.jsonb_typeof(q.headers -> 'since'::text) = 'string'
             THEN q.headers ->> 'since'::text END, p.reason,

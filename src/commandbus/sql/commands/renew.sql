@@ -13,7 +13,7 @@ WITH input AS MATERIALIZED (
        FOR UPDATE SKIP LOCKED
 ), renewed AS (
     UPDATE pgmq.{queue}
-       SET vt = greatest(vt, pg_catalog.now() + pg_catalog.make_interval(secs => %(lease)s)),
+       SET vt = greatest(vt, pg_catalog.now() + pg_catalog.make_interval(secs => %(lease)s) + {own_shift}),
            headers = CASE WHEN %(progress)s::jsonb ? msg_id::text
                           THEN headers || pg_catalog.jsonb_build_object(
                                    'progress', %(progress)s::jsonb -> msg_id::text)

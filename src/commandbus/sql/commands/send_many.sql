@@ -12,13 +12,13 @@ WITH ours AS (  -- never run; comes first, so that without our schema the error 
     SELECT x.*, pg_catalog.nextval('pgmq.{queue}_msg_id_seq') AS msg_id
       FROM pg_catalog.json_to_recordset(%(rows)s::json)
         AS x(i text, t text, m integer, c text, r text, h json, d json, s float8, a timestamptz, o float8, e float8,
-             z timestamptz, f text)
+             z timestamptz, f text, p smallint)
      WHERE NOT EXISTS (SELECT FROM commandbus.type_rule
                         WHERE domain = %(domain)s AND command_type = ANY (%(kinds)s::text[]))
 ), sent AS (
     INSERT INTO commandbus.command (domain, command_id, command_type, msg_id, max_attempts, correlation_id,
-                                    reply_to, headers, data, timeout, on_exhausted, expires_at)
-    SELECT %(domain)s, i, t, msg_id, m, c, r, h, d, o, f,
+                                    reply_to, headers, data, timeout, on_exhausted, priority, expires_at)
+    SELECT %(domain)s, i, t, msg_id, m, c, r, h, d, o, f, p,
            COALESCE(z, pg_catalog.clock_timestamp() + pg_catalog.make_interval(secs => e))
       FROM input {by_id}
     {conflict}
@@ -26,7 +26,7 @@ WITH ours AS (  -- never run; comes first, so that without our schema the error 
 ), queued AS (
     INSERT INTO pgmq.{queue} (msg_id, vt, message) OVERRIDING SYSTEM VALUE
     SELECT msg_id, greatest(input.a, pg_catalog.clock_timestamp()
-                            + pg_catalog.make_interval(secs => COALESCE(input.s, 0))),
+                            + pg_catalog.make_interval(secs => COALESCE(input.s, 0))) + {shift_for input.p},
            pg_catalog.jsonb_build_object('command', sent.id)
       FROM sent JOIN input USING (msg_id) {by_turn}
     RETURNING vt

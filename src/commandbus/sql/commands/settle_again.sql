@@ -27,7 +27,7 @@ WITH input AS MATERIALIZED (
               FROM commandbus.command c WHERE c.id = i.c) = i.m
 ), retimed AS (
     UPDATE pgmq.{queue} q
-       SET vt = pg_catalog.now() + pg_catalog.make_interval(secs => f.d), headers = NULL
+       SET vt = pg_catalog.now() + pg_catalog.make_interval(secs => f.d) + {own_shift}, headers = NULL
       FROM fenced f
      WHERE q.msg_id = f.m
 ), waived AS (

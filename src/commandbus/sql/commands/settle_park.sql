@@ -21,10 +21,11 @@ WITH input AS MATERIALIZED (
     UPDATE commandbus.command c SET waived = c.waived + 1
       FROM fenced f
      WHERE c.id = f.c AND c.msg_id = f.m AND (f.b IS NULL OR pg_catalog.date_part('epoch', c.created_at) = f.b)
-    RETURNING c.id, c.created_at, c.attempt_base, f.m, f.r
+    RETURNING c.id, c.attempt_base, f.m, f.r,
+              c.created_at + {turn_for c.priority} AS turn
 ), retimed AS (
     UPDATE pgmq.{queue} q
-       SET vt = pg_catalog.now() + interval '10 years', headers = NULL
+       SET vt = pg_catalog.now() + interval '10 years' + {own_shift}, headers = NULL
      WHERE q.msg_id = ANY (ARRAY(SELECT m FROM waived))
 ), noted AS (
     INSERT INTO commandbus.attempt (command, number, verdict, worker, started_at, error_type, error_code, error, details,
@@ -37,7 +38,7 @@ WITH input AS MATERIALIZED (
 ), parked AS (
     INSERT INTO commandbus.parked (domain, command_type, msg_id, command, reason, limit_name, since, until, first_parked_at,
                                    note)
-    SELECT %(domain)s, f.y, f.m, f.c, 'limit', f.l, w.created_at, pg_catalog.to_timestamp(f.u),
+    SELECT %(domain)s, f.y, f.m, f.c, 'limit', f.l, w.turn, pg_catalog.to_timestamp(f.u),
            COALESCE(CASE WHEN f.r > 1 THEN (
                SELECT pg_catalog.min(finished_at) FROM commandbus.attempt a
                 WHERE a.command = f.c AND a.number > w.attempt_base AND a.verdict = 'PARKED'

@@ -25,7 +25,7 @@ WITH chosen AS MATERIALIZED (
      ORDER BY msg_id
        FOR UPDATE SKIP LOCKED
 ), reached AS MATERIALIZED (
-    SELECT (extract(epoch FROM greatest(pg_catalog.max(vt), 'epoch')) * 1000000::numeric)::bigint AS last_vt,
+    SELECT (extract(epoch FROM greatest(pg_catalog.max({due_at}), 'epoch')) * 1000000::numeric)::bigint AS last_vt,
            (extract(epoch FROM pg_catalog.now()) * 1000000::numeric)::bigint AS claimed_at
       FROM picked
 ), holder AS MATERIALIZED (
@@ -35,7 +35,7 @@ WITH chosen AS MATERIALIZED (
 ), leased AS (
     UPDATE pgmq.{queue}
        SET read_ct = least(read_ct, 100000000) + 1,
-           vt = pg_catalog.now() + pg_catalog.make_interval(secs => %(lease)s),
+           vt = pg_catalog.now() + pg_catalog.make_interval(secs => %(lease)s) + {own_shift},
            headers = (SELECT holder FROM holder)
      WHERE msg_id = ANY (ARRAY(SELECT msg_id FROM picked))
     RETURNING msg_id, read_ct, message

@@ -22,8 +22,10 @@ WITH picked AS MATERIALIZED (
 ), queued AS (
     INSERT INTO pgmq.{queue} (vt, message)
     SELECT CASE WHEN EXISTS (SELECT FROM commandbus.keyed k WHERE k.command = p.command)
-                THEN pg_catalog.now() + interval '10 years' ELSE pg_catalog.clock_timestamp() END,
-           pg_catalog.jsonb_build_object('command', p.command) FROM picked p
+                THEN pg_catalog.now() + interval '10 years' ELSE pg_catalog.clock_timestamp() END
+           + {shift_for c.priority},
+           pg_catalog.jsonb_build_object('command', p.command)
+      FROM picked p LEFT JOIN commandbus.command c ON c.id = p.command
     RETURNING msg_id, (message ->> 'command'::text)::bigint AS command
 ), moved AS (
     UPDATE commandbus.command c

@@ -33,7 +33,7 @@ WITH turn AS MATERIALIZED (
      WHERE reason = %(reason)s AND domain = %(domain)s AND command_type = %(type)s
 ), held AS MATERIALIZED (
     SELECT msg_id FROM pgmq.{queue}
-     WHERE msg_id = ANY (ARRAY(SELECT msg_id FROM waiting)) AND vt > pg_catalog.now() + interval '1 year'
+     WHERE msg_id = ANY (ARRAY(SELECT msg_id FROM waiting)) AND {due_at} > pg_catalog.now() + interval '1 year'
      ORDER BY msg_id
        FOR UPDATE SKIP LOCKED
 ), freed AS (
@@ -42,9 +42,9 @@ WITH turn AS MATERIALIZED (
            SELECT w.place FROM waiting w
             WHERE w.msg_id IN (SELECT msg_id FROM held)
                OR NOT EXISTS (SELECT FROM pgmq.{queue} q
-                               WHERE q.msg_id = w.msg_id AND q.vt > pg_catalog.now() + interval '1 year')))
+                               WHERE q.msg_id = w.msg_id AND {due_at} > pg_catalog.now() + interval '1 year')))
 ), woken AS (
-    UPDATE pgmq.{queue} SET vt = pg_catalog.now() WHERE msg_id = ANY (ARRAY(SELECT msg_id FROM held)) RETURNING msg_id
+    UPDATE pgmq.{queue} SET vt = pg_catalog.now() + {own_shift} WHERE msg_id = ANY (ARRAY(SELECT msg_id FROM held)) RETURNING msg_id
 )
 SELECT (SELECT pg_catalog.count(*) FROM woken),
        (SELECT pg_catalog.max(seq) FROM waiting HAVING pg_catalog.count(*) = %(bite)s),

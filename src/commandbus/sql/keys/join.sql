@@ -20,7 +20,7 @@ WITH input AS MATERIALIZED (
 ), joining AS MATERIALIZED (
     SELECT * FROM fenced WHERE cancel IS NULL AND key IS NOT NULL
 ), hidden AS (
-    UPDATE pgmq.{queue} q SET headers = NULL, vt = pg_catalog.now() + interval '10 years'
+    UPDATE pgmq.{queue} q SET headers = NULL, vt = pg_catalog.now() + interval '10 years' + {own_shift}
       FROM joining j WHERE q.msg_id = j.m
 ), waived AS (
     UPDATE commandbus.command c SET waived = c.waived + 1, key_limit = j.l, key = j.key

@@ -74,6 +74,7 @@ WITH target AS MATERIALIZED (
 ), shown AS (
     UPDATE pgmq.{queue} q
        SET vt = pg_catalog.clock_timestamp() + pg_catalog.make_interval(secs => h.place::float8 / 1000000::float8)
+                + {own_shift}
       FROM heads h
      WHERE q.msg_id = h.msg_id
 ), woken AS MATERIALIZED (

@@ -20,6 +20,6 @@ WITH overdue AS MATERIALIZED (
     UPDATE commandbus.parked SET woken_at = pg_catalog.now()
      WHERE seq = ANY (ARRAY(SELECT seq FROM overdue WHERE msg_id IN (SELECT msg_id FROM held)))
 ), woken AS (
-    UPDATE pgmq.{queue} SET vt = pg_catalog.now() WHERE msg_id IN (SELECT msg_id FROM held) RETURNING msg_id
+    UPDATE pgmq.{queue} SET vt = pg_catalog.now() + {own_shift} WHERE msg_id IN (SELECT msg_id FROM held) RETURNING msg_id
 )
 SELECT pg_catalog.count(*), pg_catalog.pg_notify('commandbus_' || %(domain)s, '0') FROM woken

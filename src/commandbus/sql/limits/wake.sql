@@ -3,8 +3,8 @@
 -- Locks: queue rows, which the caller has locked. Index: the queue's key, by an array as in limits/woken.sql.
 WITH woken AS (
     UPDATE pgmq.{queue}
-       SET vt = least(pg_catalog.now(),
-                      (%(since)s::timestamptz[])[pg_catalog.array_position(%(msg_ids)s::bigint[], msg_id)])
+       SET vt = least(pg_catalog.now(), {due_at (%(since)s::timestamptz[])[pg_catalog.array_position(
+                                                    %(msg_ids)s::bigint[], msg_id)]}) + {own_shift}
      WHERE msg_id = ANY (ARRAY(SELECT pg_catalog.unnest(%(msg_ids)s::bigint[]))) AND headers IS NULL
     RETURNING msg_id
 )

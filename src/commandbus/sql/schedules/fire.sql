@@ -19,7 +19,7 @@ WITH input AS MATERIALIZED (
      WHERE s.domain = %(domain)s AND s.version = input.version AND (s.paused_at IS NULL OR %(even_paused)s)
        FOR UPDATE OF s SKIP LOCKED
 ), firing AS MATERIALIZED (
-    SELECT s.name, s.command_type, s.timeout, s.max_attempts, s.expires, s.on_exhausted, s.correlation_id, s.reply_to, s.data,
+    SELECT s.name, s.command_type, s.timeout, s.max_attempts, s.expires, s.on_exhausted, s.priority, s.correlation_id, s.reply_to, s.data,
            f.id AS command_id,
            (COALESCE(s.headers::jsonb, '{}'::jsonb)
             OPERATOR(pg_catalog.||) pg_catalog.jsonb_build_object('schedule', s.name, 'scheduled_for', f.at))::json AS headers,
@@ -30,16 +30,17 @@ WITH input AS MATERIALIZED (
      CROSS JOIN LATERAL pg_catalog.json_to_recordset(input.firings) AS f(id text, at text)
 ), sent AS (
     INSERT INTO commandbus.command (domain, command_id, command_type, msg_id, max_attempts, correlation_id,
-                                    reply_to, headers, data, timeout, on_exhausted, expires_at)
+                                    reply_to, headers, data, timeout, on_exhausted, priority, expires_at)
     SELECT %(domain)s, command_id, command_type, msg_id, max_attempts, correlation_id, reply_to, headers, data, timeout,
-           on_exhausted, pg_catalog.clock_timestamp() + pg_catalog.make_interval(secs => expires)
+           on_exhausted, priority, pg_catalog.clock_timestamp() + pg_catalog.make_interval(secs => expires)
       FROM firing
      ORDER BY msg_id
     ON CONFLICT DO NOTHING
-    RETURNING id, msg_id
+    RETURNING id, msg_id, priority
 ), queued AS (
     INSERT INTO pgmq.{queue} (msg_id, vt, message) OVERRIDING SYSTEM VALUE
-    SELECT msg_id, pg_catalog.clock_timestamp(), pg_catalog.jsonb_build_object('command', id) FROM sent ORDER BY msg_id
+    SELECT msg_id, pg_catalog.clock_timestamp() + {shift_for priority}, pg_catalog.jsonb_build_object('command', id)
+      FROM sent ORDER BY msg_id
     RETURNING vt
 ), woken AS MATERIALIZED (
     SELECT pg_catalog.pg_notify('commandbus_' || %(domain)s, extract(epoch FROM pg_catalog.min(vt))::text)

@@ -1,6 +1,7 @@
 -- Schedules for people, by name. Locks: none. Indexes: schedule_pkey, command_pkey, schedule_declaration_pkey.
 SELECT s.domain, s.name, s.command_type, s.cron, s.every, s.timezone, s.data, s.headers, s.correlation_id, s.reply_to,
-       s.max_attempts, s.timeout, s.expires, s.on_exhausted, s.missed, s.overlap, s.most, s.is_declared, s.created_at, s.changed_at, s.next_at,
+       s.max_attempts, s.timeout, s.expires, s.on_exhausted,
+       CASE s.priority WHEN 1 THEN 'high' WHEN 0 THEN 'normal' WHEN -1 THEN 'low' END, s.missed, s.overlap, s.most, s.is_declared, s.created_at, s.changed_at, s.next_at,
        s.last_fired, c.command_id, c.status::text, s.fired, s.skipped, s.waiting_since, s.note, s.noted_at,
        s.paused_at, s.paused_by, s.pause_reason,
        (SELECT pg_catalog.max(d.seen_at) FROM commandbus.schedule_declaration d

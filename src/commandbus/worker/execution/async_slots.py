@@ -11,7 +11,7 @@ import asyncio
 import contextvars
 import threading
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from commandbus.logger import safe_logger
@@ -72,9 +72,12 @@ class AsyncSlots:
         """There are other slots, too: check whether they need a part of the concurrency."""
         self.is_alone = False
 
-    def push(self, attempts: Iterable[Attempt]) -> None:
-        """Queue attempts, from any thread."""
-        self.waiting.extend(attempts)
+    def push(self, attempts: Sequence[Attempt], *, are_first: bool = False) -> None:
+        """Queue attempts, from any thread, before the others if they are of high priority."""
+        if are_first:
+            self.waiting.extendleft(reversed(attempts))
+        else:
+            self.waiting.extend(attempts)
         self.wake_one()
 
     def wake_one(self) -> None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 from commandbus.errors import ConfigurationError
 from commandbus.model.durations import Duration
 from commandbus.model.json_values import JsonValue
+from commandbus.model.priority import Priority
 from commandbus.model.retry import OnExhausted
 from commandbus.worker.execution.handler_options import AllHandlerOptions, HandlerOptions
 
@@ -86,6 +87,7 @@ class ScheduleDeclarations:
         missed: MissedPolicy = "run_once",
         overlap: OverlapPolicy = "allow",
         most: int = 100,
+        priority: Priority | None = None,
         **options: Unpack[HandlerOptions],
     ) -> Callable[[F], F]:
         """Declare a schedule, and register the decorated function as the handler of its commands.
@@ -98,6 +100,7 @@ class ScheduleDeclarations:
         declared = Schedule(
             domain, name, cron, every, timezone, command_type, data, headers, correlation_id, reply_to,
             max_attempts, timeout, expires, on_exhausted, missed, overlap, most,
+            priority,
         )  # fmt: skip
 
         def register(function: F) -> F:

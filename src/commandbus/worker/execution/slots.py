@@ -16,7 +16,7 @@ import contextvars
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from commandbus.clock import monotonic
@@ -96,9 +96,13 @@ class Slots:
         """Another lane runs beside this one: look whether it is hungry."""
         self._alone = False
 
-    def push(self, attempts: Iterable[Attempt]) -> None:
-        """Queue attempts. If all of them fit into idle slots, they start now; else as many as the pace allows."""
-        self.waiting.extend(attempts)
+    def push(self, attempts: Sequence[Attempt], *, are_first: bool = False) -> None:
+        """Queue attempts, before the others if they are of high priority. If all of them fit into idle slots, they
+        start now; else as many as the pace allows."""
+        if are_first:
+            self.waiting.extendleft(reversed(attempts))
+        else:
+            self.waiting.extend(attempts)
         waiting, idle = len(self.waiting), len(self._idle)
         for _ in range(waiting if waiting <= idle else self._pace.level - (self._budget.total - idle)):
             self.wake_one()
