@@ -14,6 +14,7 @@ from commandbus import (
     BusinessRuleException,
     CommandBus,
     HandlerRegistry,
+    Limit,
     NewCommand,
     PermanentCommandError,
     Snooze,
@@ -555,6 +556,27 @@ def test_members_of_batches_and_processes_are_counted_in_the_transaction(
     start_worker(handlers)
     found = bus.wait_for_batch("orders", batch.batch_id, wait=20)
     assert (found.completed, found.total) == (7, 7)
+
+
+def test_commands_of_an_ordered_key_never_meet_in_a_chunk(
+    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker
+) -> None:
+    seen: list[list[tuple[str, int]]] = []
+    account = Limit("account", key="data.account", ordered=True, concurrency=1)
+
+    @handlers.handler("orders", "book", chunk=10, chunk_wait="30ms", limits=[account])
+    def book(commands: Any, ctx: Any) -> None:
+        seen.append([(command.data["account"], command.data["n"]) for command in commands])
+
+    start_worker(handlers, concurrency=4)
+    until(lambda: one(db, "SELECT count(*) FROM commandbus.type_rule") == 1)
+    booked = [{"account": account, "n": n} for n in range(4) for account in "abc"]
+    bus.send_many("orders", [NewCommand("book", data) for data in booked])
+    until_settled(db)
+    for chunk in seen:
+        assert len({account for account, _ in chunk}) == len(chunk)
+    for name in "abc":
+        assert [n for chunk in seen for account, n in chunk if account == name] == [0, 1, 2, 3]
 
 
 def test_a_handler_may_return_an_awaitable(
