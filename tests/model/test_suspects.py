@@ -45,6 +45,7 @@ def test_failures() -> None:
     assert Marks().after_failure(CRASH) == Marks(quarantine=True)
     assert Marks(3, 2, alone=True).after_failure(CRASH) == Marks(1, quarantine=True)
     assert Marks(1, 1, alone=True).after_suspicion() == Marks(2, 2, alone=True)
+    assert Marks().after_suspicion(in_chunk=True) == Marks(1, 1, alone=True)
 
 
 @given(st.integers(1, 6), st.integers(0, 4))

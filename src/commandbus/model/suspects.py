@@ -11,6 +11,8 @@ of the supervisor, the end of a whole container) names nobody. So:
     stuck, or crashed something  charged; a suspect is also charged for what was waived before. Quarantine: its
                                  next attempts run in a child process
     failed in another way        charged; it is no longer a suspect
+    its chunk killed its worker  waived, and a suspect from now on. A verdict that names the chunk names many
+                                 commands, so they run alone, one after the other, as after a loss
 
 Nothing here reads a clock or a database.
 """
@@ -37,7 +39,7 @@ class Marks:
 
     `suspect` is None for a command that is not a suspect. Otherwise it counts the crashes and losses that were
     waived for it. They are charged when a verdict convicts it: it is seen to get stuck, or to crash its process.
-    `alone`: it was lost without a verdict.
+    `alone`: it was lost without a verdict, or in a chunk.
     """
 
     waived: int = 0
@@ -56,9 +58,10 @@ class Marks:
         """Its holder is alive but could not renew the lease: this many attempts are waived."""
         return replace(self, waived=self.waived + times)
 
-    def after_suspicion(self) -> Marks:
+    def after_suspicion(self, *, in_chunk: bool = False) -> Marks:
         """Its worker died, and nobody can be named: this attempt is waived."""
-        return replace(self, waived=self.waived + 1, suspect=(self.suspect or 0) + 1)
+        alone = self.alone or in_chunk
+        return replace(self, waived=self.waived + 1, suspect=(self.suspect or 0) + 1, alone=alone)
 
     def after_failure(self, failure: Failure) -> Marks:
         """This attempt is charged."""

@@ -374,7 +374,10 @@ class Coroner(DatabaseService):
             slot = case.slot_of(domain, held)
             finding = findings.get((domain, held.row.msg_id, held.row.read_ct))
             started = None if slot is None else time.time() - (time.monotonic() - slot.started)
-            by_key[held.row[:2]] = (held, finding, self._outcome(case, domain, held, finding, started))
+            settlement = self._outcome(
+                case, domain, held, finding, started, in_chunk=slot is not None and slot.is_chunk
+            )
+            by_key[held.row[:2]] = (held, finding, settlement)
         answers = self._write(domain, case.worker, [settlement for _, _, settlement in by_key.values()])
         for key, (held, finding, settlement) in by_key.items():
             if key not in answers:
@@ -408,11 +411,18 @@ class Coroner(DatabaseService):
             self._judge.judge(self._connection, self._connection.run(watch(sorted(self._judging))))
 
     def _outcome(
-        self, case: Case, domain: str, held: Held, finding: Finding | None, started: float | None
+        self,
+        case: Case,
+        domain: str,
+        held: Held,
+        finding: Finding | None,
+        started: float | None,
+        *,
+        in_chunk: bool,
     ) -> Settlement:
         rule = case.hello.rule(domain, held.row.command_type)
         spread = random.random()  # noqa: S311 - jitter
-        return outcome(domain, held, finding, rule, started=started, spread=spread)
+        return outcome(domain, held, finding, rule, started=started, spread=spread, in_chunk=in_chunk)
 
     def _write(
         self, domain: str, worker: str, settlements: Sequence[Settlement], lock_timeout_ms: int | None = None

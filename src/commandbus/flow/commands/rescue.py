@@ -143,7 +143,14 @@ def claimable_work(domain: str) -> Steps[ClaimableWork]:
 
 
 def outcome(
-    domain: str, held: Held, finding: Finding | None, rule: Rule, *, started: float | None, spread: float
+    domain: str,
+    held: Held,
+    finding: Finding | None,
+    rule: Rule,
+    *,
+    started: float | None,
+    spread: float,
+    in_chunk: bool = False,
 ) -> Settlement:
     """The settlement of a command that a dead worker held. Without a finding, the command did not run. `started`
     is an epoch second."""
@@ -154,7 +161,8 @@ def outcome(
         return given_back(row.fence(domain), why="its worker ended")
     if finding.role is not Role.CULPRIT:
         is_suspect = finding.role is Role.SUSPECT
-        return waived(domain, row, started=started, failure=finding.failure, suspect=is_suspect)
+        failure = finding.failure
+        return waived(domain, row, started=started, failure=failure, suspect=is_suspect, in_chunk=in_chunk)
     judgement = judge(
         finding.failure,
         charge=row.charge_after(finding.failure),

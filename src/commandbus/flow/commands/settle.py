@@ -211,15 +211,17 @@ def waived(
     started: float | None,
     failure: Failure,
     suspect: bool = False,
+    in_chunk: bool = False,
     single: bool = False,
 ) -> Settlement:
     """The attempt was stopped through no fault of its own: its command is retried at once, and not charged.
 
-    `suspect`: it may have killed its worker, so its next attempt runs in a child process. `single`: it was part of
-    a chunk that failed, so it runs by itself from now on.
+    `suspect`: it may have killed its worker, so its next attempt runs in a child process; `in_chunk`: and alone,
+    because others ran with it in one chunk. `single`: it was part of a chunk that failed, so it runs by itself
+    from now on.
     """
     error = _error(Verdict.WAIVED, failure, "")
-    change = _change(row.marks, row.marks.after_suspicion()) if suspect else '"w":1'
+    change = _change(row.marks, row.marks.after_suspicion(in_chunk=in_chunk)) if suspect else '"w":1'
     if single:
         change += ',"g":true'
     fence = row.fence(domain)
