@@ -38,8 +38,9 @@ _NAMES = {
         DeadlineExceededError DuplicateBatchError DuplicateCommandError DuplicateHandlerError
         DuplicateMemberError DuplicateProcessError DuplicateScheduleError DuplicateSignalError
         EmbeddedPostgresError
-        InvalidCommandError InvalidOperationError InvalidScheduleError LimitLostError LimitTimeoutError
-        MissingPrivilegeError PermanentCommandError ProcessNotFoundError RateLimitError
+        InvalidCommandError InvalidOperationError InvalidPayloadError InvalidScheduleError
+        LimitLostError LimitTimeoutError MissingPrivilegeError PermanentCommandError ProcessNotFoundError
+        RateLimitError
         ScheduleNotFoundError SchemaError SendFailedError TransactionEndedError TransactionUsedError
         TransientCommandError UnknownCommandTypeError UnknownDomainError UnknownLimitError
         UniqueConflictError UniqueKeyLockedError UnknownKeyLimitError UnknownQueueError
@@ -67,6 +68,7 @@ _NAMES = {
         AuditEntry AuditEvent CancelRequest CancelResult Command CommandRecord CommandStatus NewCommand
         SentCommand TsqEntry
     """,
+    "commandbus.model.command_class": "command",
     "commandbus.model.api_errors": "parse_retry_after raise_for_rate_limit",
     "commandbus.model.durations": "Duration",
     "commandbus.model.json_values": "Json JsonValue",

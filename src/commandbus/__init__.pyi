@@ -139,6 +139,9 @@ from commandbus.errors import (
     InvalidOperationError as InvalidOperationError,
 )
 from commandbus.errors import (
+    InvalidPayloadError as InvalidPayloadError,
+)
+from commandbus.errors import (
     InvalidScheduleError as InvalidScheduleError,
 )
 from commandbus.errors import (
@@ -317,6 +320,9 @@ from commandbus.model.command import (
 )
 from commandbus.model.command import (
     TsqEntry as TsqEntry,
+)
+from commandbus.model.command_class import (
+    command as command,
 )
 from commandbus.model.durations import (
     Duration as Duration,

@@ -440,6 +440,15 @@ class PermanentCommandError(CommandFailure):
     default_code = "PERMANENT"
 
 
+class InvalidPayloadError(PermanentCommandError):
+    """The payload of a command is not what its handler's type says. The handler was not called.
+
+    `details` is a list of what is wrong: `{"path": "data.items[3].price", "problem": "must be a number"}`.
+    """
+
+    default_code = "INVALID_PAYLOAD"
+
+
 class TransactionUsedError(PermanentCommandError, CommandBusError):
     """The transaction that completes a command was used wrongly: an attempt has only one, and one result.
 

@@ -24,6 +24,7 @@ from commandbus import (
     ProcessRepository,
     TroubleshootingQueue,
 )
+from commandbus.bus.sending import CallOptions, SendOptions
 from support.public_api import all_parameters, parameters_of, public_methods, results, text_of
 
 BUSES = [(CommandBus, AsyncCommandBus), (TroubleshootingQueue, AsyncTroubleshootingQueue)]
@@ -46,6 +47,8 @@ FIELDS = {
     "Data of Step.undo_data": "a function of the state",
     "OnOpen of Breaker.on_open": "two words",
     "Options of Handler.options": "what the handler asked for, checked",
+    "JsonDefault of Handler.json_default": "a function that makes JSON of objects",
+    "PayloadParameter of Handler.payload": "how its payload is read",
     "Timeouts of Settings.timeouts": "the same values, in their order",
 }
 """Types of fields, not of what methods return; nobody needs to name them."""
@@ -210,3 +213,10 @@ def test_what_is_not_there_is_none(database: str) -> None:
         assert bus.get_process("orders", "x") is None
         assert bus.get_limit("x") is None
         assert bus.get_attempts("orders", "x") == bus.get_audit_trail("orders", "x") == Page([])
+
+
+def test_type_checkers_see_the_options_of_send_and_call() -> None:
+    """The overloads name them in a TypedDict, beside the signature that runs."""
+    for method, options in ((CommandBus.send, SendOptions), (CommandBus.call, CallOptions)):
+        own = inspect.signature(method).parameters.values()
+        assert options.__optional_keys__ == {each.name for each in own if each.kind is each.KEYWORD_ONLY}

@@ -12,14 +12,50 @@ import pytest
 import commandbus
 
 PROGRAM = """
-from datetime import timedelta
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from decimal import Decimal
+from uuid import uuid4
+
+import msgspec
+import pydantic
 
 from commandbus import (
+    AsyncTransaction, Transaction, command,
     AsyncCommandBus, AsyncHandlerContext, Command, CommandBus, CommandRecord, HandlerContext, HandlerRegistry,
     NewCommand, Page, RetryPolicy, Saga, TroubleshootingQueue, step,
 )
 
-handlers = HandlerRegistry()
+handlers = HandlerRegistry(json_default=str)
+
+
+@command("orders", "ship_order")
+@dataclass
+class ShipOrder:
+    order_no: int
+
+
+class PydanticOrder(pydantic.BaseModel):
+    order_no: int
+
+
+class StructOrder(msgspec.Struct):
+    order_no: int
+
+
+@handlers.handler(ShipOrder, transaction=True, timeout="5s")
+def ship_order(order: ShipOrder, ctx: HandlerContext, tx: Transaction) -> ShipOrder:
+    tx.execute("SELECT %s", (order.order_no,)).fetchone()
+    return order
+
+
+@handlers.handler("orders", "bill_order", transaction="serializable")
+async def bill_order(order: PydanticOrder, ctx: AsyncHandlerContext, tx: AsyncTransaction) -> None:
+    await tx.execute("SELECT 1")
+
+
+handlers.handler("orders")  # wrong
+handlers.handler("orders", "x", transaction="no level")  # wrong
 
 
 @handlers.handler("orders", "ship", timeout="5s", retry_policy=RetryPolicy(3, ["1s", 2, timedelta(minutes=1)]))
@@ -41,6 +77,15 @@ def use(bus: CommandBus, numbers: dict[str, int], rows: list[dict[str, str]]) ->
     bus.send("orders", "ship", rows)
     bus.send("orders", "ship", {"nested": {"a": [1, 2.5, None, "x"]}, "pair": (1, True)})
     bus.send("orders", "ship", object())  # wrong
+    bus.send("orders", "ship", {"at": datetime.now(UTC), "id": uuid4(), "total": Decimal(1), "o": ShipOrder(1)})
+    bus.send(ShipOrder(1), delay="5m", timeout=3)
+    bus.send(PydanticOrder(order_no=1))
+    bus.send(StructOrder(order_no=1), unique="x")
+    bus.send("orders")  # wrong
+    bus.send(5)  # wrong
+    bus.send(ShipOrder(1), colour="red")  # wrong
+    bus.send_many("orders", [ShipOrder(1), NewCommand("ship", ShipOrder(2))])
+    print(bus.call(ShipOrder(1), wait=3)["order"])
     bus.send("orders", "ship", delay=b"5m")  # wrong
     bus.send_many("orders", [{"command_type": "ship", "data": numbers}, NewCommand("ship", numbers)])
     bus.send_many("orders", ({"command_type": "ship", "data": {"n": n}} for n in range(3)))

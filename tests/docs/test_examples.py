@@ -100,6 +100,10 @@ PRINTED = {
         r"shipping order 1",
         r"orders in the table: \[\(1,\)\]",
     ],
+    "typed_payload": [
+        r"the good one: \{'paid': '9\.90'\}",
+        r"the bad one: the payload is not a valid Pay: data\.order_no: must be a whole number, not '18'",
+    ],
     "troubleshooting": [
         r"needs a person: deliver \[NO_ADDRESS\] nobody knows the address of Ann",
         r"result: delivered to Main St 1",

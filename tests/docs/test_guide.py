@@ -36,6 +36,7 @@ from commandbus import (
     TroubleshootingQueue,
     Worker,
 )
+from commandbus.model.payload_schema import schema_of
 from commandbus.settings import Settings, load_settings
 from support.pages import ROOT, Pages
 from support.waiting import until
@@ -63,6 +64,7 @@ def test_every_block_of_the_guide_is_run_by_a_test_here() -> None:
         "handlers.discover(",
         "bus.create_batch(",
         "bus.start_process(",
+        "bus.signal(",
         "ctx.limit(",
         "conn=session",
         "def import_file",
@@ -80,6 +82,10 @@ def test_every_block_of_the_guide_is_run_by_a_test_here() -> None:
         "SyncWorker(",
         "bus.audit.log",
         "transaction=True",
+        "class ShipOrder",
+        "the payload is not a valid ShipOrder",
+        "money_as_json",
+        "commandbus handlers",
         "pgmq.send",
         "handlers.schedule(",
         "bus.schedules.create(",
@@ -136,6 +142,34 @@ def test_writes_commit_with_the_completion(bus: CommandBus, database: str) -> No
     assert [record.data for record in bus.query_commands(domain="mail")] == [{"order_no": 17}]
     with bus.connect() as conn:
         assert conn.execute("SELECT count(shipped_at) FROM orders").fetchone() == (1,)
+
+
+def test_payloads_have_types(bus: CommandBus, database: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    names: dict[str, Any] = {"bus": bus, "__name__": "shop"}
+    exec(compile(block("python", "class ShipOrder"), "shop", "exec", dont_inherit=True), names)
+    items = [{"name": "nut", "price": "1"}] * 3 + [{"name": "nut", "price": "cheap"}]
+    bus.send("orders", "ship", {"order_no": 1, "items": items}, command_id="bad")
+    Worker(names["handlers"], database_url=database).run(until_idle=True)
+    bad, good = bus.query_commands(domain="orders")
+    assert good.result == {"total": "0.30", "due": "2026-01-31"}
+    assert good.data["items"] == [{"name": "nut", "price": "0.10", "count": 3}]
+    assert bad.error_code == "INVALID_PAYLOAD"
+    assert block("text", "the payload is not a valid ShipOrder").strip() == bad.error
+
+    class Money:
+        cents = 5
+
+    monkeypatch.setenv("COMMANDBUS_DATABASE_URL", database)
+    names |= {"Money": Money, "CommandBus": CommandBus}
+    exec(block("python", "money_as_json"), names)
+    with names["bus"] as own:
+        own.send("orders", "pay", [Money()], command_id="money")
+    found = bus.get_command("orders", "money")
+    assert found is not None
+    assert found.data == [{"cents": 5}]
+    schema = schema_of(names["ShipOrder"])
+    shown = block("console", "commandbus handlers").splitlines()[1]
+    assert shown.startswith(f'{{"orders/ship": {{"$schema": "{schema["$schema"]}", "$ref": "{schema["$ref"]}"')
 
 
 def test_the_configuration_file_loads_and_each_line_of_it_counts(tmp_path: Path) -> None:

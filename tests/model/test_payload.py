@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from datetime import UTC, datetime
 from decimal import Decimal
 from typing import Any
 
@@ -74,8 +73,7 @@ def test_numbers_that_json_has_no_word_for_are_refused_with_their_place(number: 
 @pytest.mark.parametrize(
     ("leaf", "kind"),
     [
-        (datetime(2026, 1, 1, tzinfo=UTC), "datetime"),
-        (Decimal("1.5"), "Decimal"),
+        (Decimal("NaN"), "Decimal"),
         (b"bytes", "bytes"),
         ({1, 2}, "set"),
         (object(), "object"),

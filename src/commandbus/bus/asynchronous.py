@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from datetime import datetime
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack, cast, overload
 
 import psycopg
 from psycopg import AsyncConnection
@@ -22,6 +22,7 @@ from commandbus.bus.data_access import AsyncDataAccess
 from commandbus.bus.limits import AsyncLimitMethods, LimitClientHolder
 from commandbus.bus.one_body import awaited
 from commandbus.bus.send_within import TimedSend
+from commandbus.bus.sending import CallOptions
 from commandbus.bus.sync import CommandBus
 from commandbus.bus.waiting import AsyncWaitMethods
 from commandbus.clock import monotonic
@@ -34,8 +35,9 @@ from commandbus.errors import CommandBusError, DatabaseUnavailableError
 from commandbus.flow.operation import Operation, Plan, explain_absence
 from commandbus.lazy import lazy
 from commandbus.model.command import NewCommand, SentCommand
+from commandbus.model.command_class import addressed
 from commandbus.model.durations import Duration, format_seconds
-from commandbus.model.json_values import Json, JsonValue
+from commandbus.model.json_values import Json, JsonValue, PayloadObject
 from commandbus.model.priority import Priority
 from commandbus.model.retry import OnExhausted
 from commandbus.settings import Settings
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
     from commandbus.flow.commands import inspect, operate, pause, prune
     from commandbus.flow.setup import domains, migrate
     from commandbus.model import process
+    from commandbus.model.to_json import JsonDefault
 else:
     calls = lazy("commandbus.flow.commands.call")
     domains = lazy("commandbus.flow.setup.domains")
@@ -68,11 +71,12 @@ class AsyncCommandBus(AsyncBreakerMethods, AsyncLimitMethods, AsyncWaitMethods, 
         *,
         pool: AsyncConnectionPool[Any] | None = None,
         settings: Settings | None = None,
+        json_default: JsonDefault | None = None,
     ) -> None:
         self._limit_clients = LimitClientHolder()
         self._own_pool: AsyncBusPool | None = None
         self._unfinished: set[asyncio.Task[Any]] = set()  # canceled tasks that nobody waits for any more
-        super().__init__(database_url, settings, pool)
+        super().__init__(database_url, settings, pool, json_default)
 
     async def __aenter__(self) -> Self:
         return self
@@ -206,10 +210,16 @@ class AsyncCommandBus(AsyncBreakerMethods, AsyncLimitMethods, AsyncWaitMethods, 
         except psycopg.OperationalError as error:
             raise unavailable(error) from error
 
+    @overload
+    async def call(
+        self, domain: str, command_type: str, data: JsonValue = None, **options: Unpack[CallOptions]
+    ) -> Json: ...
+    @overload
+    async def call(self, command: PayloadObject, /, **options: Unpack[CallOptions]) -> Json: ...
     async def call(
         self,
-        domain: str,
-        command_type: str,
+        domain: str | PayloadObject,
+        command_type: str | None = None,
         data: JsonValue = None,
         *,
         command_id: str | None = None,
@@ -224,12 +234,14 @@ class AsyncCommandBus(AsyncBreakerMethods, AsyncLimitMethods, AsyncWaitMethods, 
         conn: object = None,
     ) -> Json:
         """Send a command, wait for its outcome, and return its result; see CommandBus.call."""
+        if command_type is None:
+            domain, command_type, data = addressed(domain)
         new = NewCommand(
             command_type, data, command_id, correlation_id, max_attempts=max_attempts, headers=headers,
             expires=expires, on_exhausted=on_exhausted, priority=priority,
         )  # fmt: skip
         listen_at = partial(address_of, self._database, self.settings, self._lent_pool)
-        call = self._call(domain, new, timeout=timeout, wait=wait, conn=conn, listen_at=listen_at)
+        call = self._call(cast(str, domain), new, timeout=timeout, wait=wait, conn=conn, listen_at=listen_at)
         sent = await self._send_call(call)
         with call.awaiting(sent) as heard:
             try:

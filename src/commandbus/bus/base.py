@@ -7,7 +7,8 @@ import getpass
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakSet
@@ -22,7 +23,7 @@ from commandbus.flow.commands import send
 from commandbus.flow.operation import Operation, Plan, then
 from commandbus.lazy import lazy
 from commandbus.logger import safe_logger
-from commandbus.model import names, unique_key
+from commandbus.model import names, payload, unique_key
 from commandbus.model.command import NewCommand, SentCommand
 from commandbus.model.durations import Duration, parse_seconds
 from commandbus.model.handle import given_by
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
     from commandbus.flow.queues.messages import Shapes
     from commandbus.flow.setup import migrate, roles
     from commandbus.flow.setup.migrate import SchemaState
+    from commandbus.model.process import NewProcess
+    from commandbus.model.to_json import JsonDefault
 else:
     breaker_operate = lazy("commandbus.flow.breakers.operate")
     call = lazy("commandbus.flow.commands.call")
@@ -47,6 +50,7 @@ else:
 
 logger = safe_logger("commandbus.bus")
 T = TypeVar("T")
+N = TypeVar("N", "NewCommand", "NewProcess")
 CHUNK = 1000
 POOL_SIZE = 8
 
@@ -58,7 +62,18 @@ class BusBase:
     _limit_clients: Any  # a LimitClientHolder
     _own_pool: Any = None
 
-    def __init__(self, database_url: str | None, settings: Settings | None, lent_pool: Any) -> None:
+    def __init__(
+        self,
+        database_url: str | None,
+        settings: Settings | None,
+        lent_pool: Any,
+        json_default: JsonDefault | None = None,
+    ) -> None:
+        if json_default is not None and not callable(json_default):
+            raise TypeError(
+                f"json_default must be a function that makes JSON of an object, not {json_default!r:.80}"
+            )
+        self._json_default = json_default
         if settings is None:
             settings = load_settings({"database_url": database_url})
         elif database_url is not None:
@@ -95,7 +110,7 @@ class BusBase:
 
     def _prepare(self, domain: str, new: NewCommand) -> tuple[str, Operation[SentCommand]]:
         """Returns the command_id that it will have, and what sends it."""
-        new, rule = unique_key.split(new)
+        new, rule = unique_key.split(new if self._json_default is None else self._plain(new))
         if rule is not None and new.key is not None:
             raise InvalidCommandError(
                 f"key ({names.shown(new.key)}) cannot be given with unique; leave one of them out"
@@ -125,22 +140,28 @@ class BusBase:
             )
         seconds = parse_seconds(wait, name="wait", error=InvalidCommandError)
         new.timeout = timeout
-        sending = call.send_call(domain, new, max_bytes=self.settings.max_payload_bytes)
+        sending = call.send_call(domain, self._plain(new), max_bytes=self.settings.max_payload_bytes)
         sending = self._unless_refused(domain, sending, [new.command_type])
         return WaitingCall(sending, self._listening.get(listen_at), seconds=seconds)
 
     def _chunks(
-        self, domain: str, commands: Iterable[NewCommand | Mapping[str, object]], size: int
+        self, domain: str, commands: Iterable[send.Sendable], size: int
     ) -> Iterator[Operation[list[SentCommand]]]:
         names.check_domain(domain)
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise ValueError(f"chunk_size must be a whole number of at least 1, not {size!r}")
         limit = self.settings.max_payload_bytes
-        outgoing = send.prepare_all(commands, max_bytes=limit)
+        outgoing = send.prepare_all(commands, max_bytes=limit, domain=domain, plain=self._plain)
         while chunk := list(islice(outgoing, size)):
             yield self._unless_refused(
                 domain, send.send_chunk(domain, chunk, self), (item.command_type for item in chunk)
             )
+
+    def _plain(self, new: N) -> N:
+        """The same, with the application's own objects in its data made JSON (`json_default`)."""
+        if self._json_default is None:
+            return new
+        return replace(new, data=payload.plain(new.data, what="data", default=self._json_default))
 
     def _guard(self, domain: str) -> Guard | None:
         """Returns a Guard that refuses commands whose breaker is open; None if no command type is configured

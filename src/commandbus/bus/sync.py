@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 from datetime import datetime
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack, cast, overload
 
 import psycopg
 from psycopg import Connection
@@ -21,6 +21,7 @@ from commandbus.bus.data_access import DataAccess
 from commandbus.bus.limits import LimitClientHolder, LimitMethods
 from commandbus.bus.repositories.new_processes import Manager
 from commandbus.bus.send_within import TimedSend
+from commandbus.bus.sending import CallOptions, SendMethods
 from commandbus.bus.waiting import WaitMethods
 from commandbus.clock import monotonic
 from commandbus.db.answer_clock import NoAnswerError, run_until
@@ -33,13 +34,13 @@ from commandbus.flow.operation import Operation, Plan, explain_absence, then
 from commandbus.lazy import lazy
 from commandbus.model import names
 from commandbus.model.command import NewCommand, SentCommand
+from commandbus.model.command_class import addressed
 from commandbus.model.durations import Duration
-from commandbus.model.json_values import Json, JsonValue
+from commandbus.model.json_values import Json, JsonValue, PayloadObject
 from commandbus.model.page import Page
 from commandbus.model.priority import Priority
 from commandbus.model.retry import OnExhausted
 from commandbus.model.timeouts import MIGRATION_WAIT_SECONDS
-from commandbus.model.unique_key import OnConflict
 from commandbus.settings import Settings
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
     from commandbus.flow.setup.migrate import SchemaState
     from commandbus.model import process
     from commandbus.model.process import StartedProcess
+    from commandbus.model.to_json import JsonDefault
 else:
     calls = lazy("commandbus.flow.commands.call")
     domains = lazy("commandbus.flow.setup.domains")
@@ -66,11 +68,12 @@ else:
 T = TypeVar("T")
 
 
-class CommandBus(BreakerMethods, LimitMethods, WaitMethods, DataAccess):
+class CommandBus(SendMethods, BreakerMethods, LimitMethods, WaitMethods, DataAccess):
     """The bus for sync code. Safe to share between threads; close it, or use it as a context manager.
 
     `CommandBus()` takes its database from the settings (environment, commandbus.toml). With `pool=` it uses a
-    psycopg pool of the application, and leaves it open.
+    psycopg pool of the application, and leaves it open. `json_default` makes JSON of objects in payloads that are
+    of a type that is unknown here.
     """
 
     def __init__(
@@ -79,11 +82,12 @@ class CommandBus(BreakerMethods, LimitMethods, WaitMethods, DataAccess):
         *,
         pool: ConnectionPool[Any] | None = None,
         settings: Settings | None = None,
+        json_default: JsonDefault | None = None,
     ) -> None:
         self._limit_clients = LimitClientHolder()
         self._own_pool: BusPool | None = None
         self._has_warned = False
-        super().__init__(database_url, settings, pool)
+        super().__init__(database_url, settings, pool, json_default)
 
     def __enter__(self) -> Self:
         return self
@@ -219,66 +223,6 @@ class CommandBus(BreakerMethods, LimitMethods, WaitMethods, DataAccess):
 
     # --- sending ------------------------------------------------------------------------------------------
 
-    def send(
-        self,
-        domain: str,
-        command_type: str,
-        data: JsonValue = None,
-        *,
-        command_id: str | None = None,
-        correlation_id: str | None = None,
-        reply_to: str | None = None,
-        max_attempts: int | None = None,
-        delay: Duration | None = None,
-        at: datetime | None = None,
-        headers: Mapping[str, JsonValue] | None = None,
-        timeout: Duration | None = None,
-        expires: Duration | datetime | None = None,
-        on_exhausted: OnExhausted | None = None,
-        unique: str | None = None,
-        unique_while: Duration | None = None,
-        on_conflict: OnConflict | None = None,
-        debounce: Duration | None = None,
-        max_delay: Duration | None = None,
-        key_limit: str | None = None,
-        key: str | None = None,
-        priority: Priority | None = None,
-        within: Duration | None = None,
-        conn: object = None,
-    ) -> SentCommand:
-        """Send a command; with `conn` in the caller's transaction.
-
-        `command_id` is an idempotency key. The same id with the same content returns the existing command
-        (`created=False`); with other content it raises DuplicateCommandError. `delay` is how long it waits before
-        it may run; it starts no earlier than `at`. `timeout` is how long one attempt may take (0: no deadline),
-        instead of its handler's or its worker's. If it has not started by `expires` (a duration from now, or a
-        datetime with a time zone), it is CANCELED with code EXPIRED. `on_exhausted`: what happens when its
-        attempts are used up, "troubleshoot" or "fail", instead of what its handler says. Durations are seconds,
-        text such as "2m", or a timedelta.
-
-        `unique` is a key. If another command of the domain has it, `on_conflict` decides: "ignore" (the default)
-        returns the receipt of that command, "replace" gives it this content, "raise" raises UniqueConflictError.
-        A command has its key while it is "unfinished" (the default) or "waiting", or for a duration after it was
-        sent (`unique_while`). `debounce="5s"`: of all that are sent with the key, the last one runs when none has
-        been sent for 5 s, at most `max_delay` (else 10 times as long) after the first.
-
-        `priority`: "high" ones start before all others that wait; "low" ones get a tenth of the room beside them.
-
-        `within` is how long the send may take, even if the server stands still. Then SendFailedError says whether
-        the command may have been sent, and carries its command_id. A `conn` that did not answer is closed.
-
-        `key` puts the command into the line of that key. Its type's limit says how many of a key run at once, and
-        whether in the order of sending; `key_limit` names another one (`bus.key_limits`).
-        """
-        new = NewCommand(
-            command_type, data, command_id, correlation_id, reply_to, max_attempts, delay, at, headers,
-            timeout, expires, on_exhausted, unique, unique_while, on_conflict, debounce, max_delay, key_limit, key,
-            priority,
-        )  # fmt: skip
-        if within is not None:
-            return self._send_within(TimedSend(domain, *self._prepare(domain, new), within), conn)
-        return self.commands.save(domain, new, conn=conn)
-
     def _send_within(self, send: TimedSend, conn: object) -> SentCommand:
         if conn is None:
             with send.explained():
@@ -292,10 +236,16 @@ class CommandBus(BreakerMethods, LimitMethods, WaitMethods, DataAccess):
                 lent.close()
                 raise
 
+    @overload
+    def call(
+        self, domain: str, command_type: str, data: JsonValue = None, **options: Unpack[CallOptions]
+    ) -> Json: ...
+    @overload
+    def call(self, command: PayloadObject, /, **options: Unpack[CallOptions]) -> Json: ...
     def call(
         self,
-        domain: str,
-        command_type: str,
+        domain: str | PayloadObject,
+        command_type: str | None = None,
         data: JsonValue = None,
         *,
         command_id: str | None = None,
@@ -311,17 +261,20 @@ class CommandBus(BreakerMethods, LimitMethods, WaitMethods, DataAccess):
     ) -> Json:
         """Send a command, wait for its outcome, and return its result; any other outcome raises CallError.
 
+        Instead of `domain`, `command_type` and `data`, give one object whose class is marked with `@command`.
         `wait` is how long the caller waits. After that it gets CallTimeoutError, and the command goes on.
         `timeout` is how long one attempt of the command may take, as in `send`. A call with the `command_id`
         and content of an earlier call or send waits for that command. If the command enters the troubleshooting
         queue, the caller gets CommandInTroubleshootingError at once.
         """
+        if command_type is None:
+            domain, command_type, data = addressed(domain)
         new = NewCommand(
             command_type, data, command_id, correlation_id, max_attempts=max_attempts, headers=headers,
             expires=expires, on_exhausted=on_exhausted, priority=priority,
         )  # fmt: skip
         listen_at = partial(address_of, self._database, self.settings, self._lent_pool)
-        call = self._call(domain, new, timeout=timeout, wait=wait, conn=conn, listen_at=listen_at)
+        call = self._call(cast(str, domain), new, timeout=timeout, wait=wait, conn=conn, listen_at=listen_at)
         sent = self._send_call(call)
         with call.awaiting(sent) as heard:
             try:

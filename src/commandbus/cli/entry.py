@@ -43,6 +43,7 @@ COMMANDS = {
         "The embedded PostgreSQL: a real server in a folder, for development and tests.",
     ),
     "worker": ("worker", "Run the handlers of a registry, until SIGTERM or Ctrl-C."),
+    "handlers": ("handlers", "List the handlers of a registry, with their payloads and options."),
     "send": ("send", "Send a command."),
     "wait": ("wait", "Wait for a command, and print its result."),
     "status": ("status", "Show how many commands wait, run or need a person, per domain."),

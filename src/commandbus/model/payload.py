@@ -2,16 +2,16 @@
 
 What is stored is the exact text that was dumped; what a handler gets is that text parsed. A size limit protects
 the queue, NUL and lone surrogates are refused because PostgreSQL cannot hold them as text. So are keys of dicts
-that are not text: JSON would make text of them, and a reader would find other keys than were written. Nesting has
-a limit far from that of any Python's or server's stack: whatever is composed of such values (a reply, a summary)
-is readable.
+that are not text: JSON would make text of them, and a reader would find other keys than were written. Objects such
+as datetimes and dataclasses are made plain JSON first (`model/to_json.py`). Nesting has a limit far from that of
+any Python's or server's stack: whatever is composed of such values (a reply, a summary) is readable.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from commandbus.errors import InvalidCommandError
@@ -53,12 +53,16 @@ def dump(
     max_bytes: int = DEFAULT_MAX_BYTES,
     remedy: str = _REMEDY,
     max_nesting: int = MAX_NESTING,
+    default: Callable[[Any], Any] | None = None,
 ) -> str:
-    """The JSON text of a value; `what` names it in the error (`data`, `headers`, `result`)."""
+    """The JSON text of a value; `what` names it in the error (`data`, `headers`, `result`).
+
+    `default`: the application's function that makes JSON of its own types.
+    """
     try:
         text = _encode(value)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise InvalidCommandError(f"{what} is not JSON: {error}{_where(value)}") from None
+    except (TypeError, ValueError, RecursionError):
+        value, text = _encode_objects(value, what, default)
     if _ODD_KEY.search(text) and (key := _find_odd_key(value)) is not None:
         raise InvalidCommandError(
             f"{what} has a key that is not text ({key}), and JSON would change it; make it text: str(key)"
@@ -81,6 +85,27 @@ def dump(
     if "\\u0000" in text and (path := _find_nul(value)) is not None:
         raise InvalidCommandError(f"{what} contains a NUL character at {path}, which PostgreSQL cannot store")
     return text
+
+
+def _encode_objects(value: object, what: str, default: Callable[[Any], Any] | None) -> tuple[object, str]:
+    """The value as plain JSON, and its text. Few payloads have anything else in them."""
+    from commandbus.model.to_json import to_json
+
+    try:
+        value = to_json(value, default)
+        return value, _encode(value)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidCommandError(f"{what} is not JSON: {error}{_where(value)}") from None
+
+
+def plain(value: object, *, what: str, default: Callable[[Any], Any] | None) -> Any:
+    """The value with its objects made JSON; what cannot be is left for `dump` to refuse."""
+    from commandbus.model.to_json import to_json
+
+    try:
+        return to_json(value, default)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidCommandError(f"{what} is not JSON: {error}{_where(value)}") from None
 
 
 def is_nested_beyond(most: int, value: object) -> bool:
@@ -152,10 +177,16 @@ def _where(value: object) -> str:
             try:
                 _encode(leaf)
             except (TypeError, ValueError):
-                return f" (at {path}: {type(leaf).__name__})"
+                return _named(path, leaf)
     except RecursionError:
         return " (nested too deeply, or it contains itself)"
     return ""
+
+
+def _named(path: str, leaf: object) -> str:
+    from commandbus.model.to_json import advice
+
+    return f" (at {path}: {type(leaf).__name__}); {advice(leaf)}"
 
 
 def _leaves(value: Any, path: str) -> Iterator[tuple[str, object]]:
@@ -173,3 +204,8 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, object]]:
 def quote(text: str) -> str:
     """A JSON string literal."""
     return _encode(text)
+
+
+def compact(value: object) -> str:
+    """The JSON text of a value that was parsed from JSON, without the checks of `dump`."""
+    return _encode(value)

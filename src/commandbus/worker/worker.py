@@ -177,7 +177,9 @@ class Worker:
         return True
 
     def _refuse_idle_domains(self) -> None:
-        """Refuse a domain without any handler: the worker could only park its commands."""
+        """Refuse a domain without any handler: the worker could only park its commands. Refuse a handler whose
+        payload cannot be read."""
+        self._handlers.resolve()
         known = self._handlers.domains
         if silent := [domain for domain in self.domains if domain not in known]:
             what = f"domain {silent[0]} has" if len(silent) == 1 else f"domains {', '.join(silent)} have"

@@ -8,7 +8,7 @@ from typing import Any
 import psycopg
 import pytest
 
-from commandbus import CommandBus
+from commandbus import CommandBus, HandlerRegistry
 from support.isolated_handlers import handlers
 from support.isolating import Lab, MakeLab
 from support.workers import quick_settings
@@ -20,8 +20,8 @@ def make_lab(database: str, bus: CommandBus, db: psycopg.Connection[Any]) -> Ite
     made: list[Lab] = []
     db.execute("CREATE TABLE effects (what text)")
 
-    def make(**changes: Any) -> Lab:
-        lab = Lab(bus, db, quick_settings(database, **changes), handlers)
+    def make(registry: HandlerRegistry = handlers, **changes: Any) -> Lab:
+        lab = Lab(bus, db, quick_settings(database, **changes), registry)
         lab.isolation.start()
         made.append(lab)
         return lab

@@ -19,7 +19,7 @@ from commandbus.model import names
 from commandbus.model.command import CommandRecord, CommandStatus, NewCommand
 from commandbus.model.durations import Duration, format_seconds, parse_seconds
 from commandbus.model.handle import given_by
-from commandbus.model.json_values import JsonValue
+from commandbus.model.json_values import JsonValue, PayloadObject
 from commandbus.model.page import Page
 from commandbus.model.retry import OnExhausted
 
@@ -43,7 +43,7 @@ else:
     batch_operate = lazy("commandbus.flow.batches.operate")
     operate = lazy("commandbus.flow.commands.operate")
 
-Commands: TypeAlias = Iterable[NewCommand | Mapping[str, object]]
+Commands: TypeAlias = Iterable[NewCommand | Mapping[str, object] | PayloadObject]
 FIRST_LOOK_SECONDS = 0.05
 LOOK_SECONDS = 0.5
 
@@ -51,14 +51,16 @@ LOOK_SECONDS = 0.5
 def _create(bus: BusBase, domain: str, commands: Commands, **definition: Any) -> Operation[CreatedBatch]:
     limit = bus.settings.max_payload_bytes
     made = batch_create.define(domain, max_bytes=limit, **definition)
-    outgoing, guard = batch_create.prepare_all(commands, max_bytes=limit), bus._guard(domain)
+    outgoing = batch_create.prepare_all(commands, max_bytes=limit, domain=domain, plain=bus._plain)
+    guard = bus._guard(domain)
     if guard is None:
         return batch_create.create(made, outgoing)
     return guard.before(batch_create.create(made, guard.watch(outgoing)))
 
 
 def _add(bus: BusBase, domain: str, batch_id: str, commands: Commands) -> Operation[int]:
-    outgoing = batch_create.prepare_all(commands, max_bytes=bus.settings.max_payload_bytes)
+    limit = bus.settings.max_payload_bytes
+    outgoing = batch_create.prepare_all(commands, max_bytes=limit, domain=domain, plain=bus._plain)
     guard = bus._guard(names.check_domain(domain))
     if guard is None:
         return batch_create.add(domain, batch_id, outgoing)

@@ -21,7 +21,7 @@ from commandbus.model.command import (
     SentCommand,
     TsqEntry,
 )
-from commandbus.model.json_values import JsonValue
+from commandbus.model.json_values import JsonValue, PayloadObject
 from commandbus.model.page import Page
 from commandbus.model.priority import Priority
 
@@ -50,12 +50,15 @@ class CommandRepository(Repository):
     def save_many(
         self,
         domain: str,
-        commands: Iterable[NewCommand | Mapping[str, object]],
+        commands: Iterable[NewCommand | Mapping[str, object] | PayloadObject],
         *,
         chunk_size: int = CHUNK,
         conn: object = None,
     ) -> list[SentCommand]:
-        """Send many commands. Each chunk is sent as a whole or not at all; with `conn`, all commands are."""
+        """Send many commands: NewCommands, dicts, or objects whose classes are marked with `@command`.
+
+        Each chunk is sent as a whole or not at all; with `conn`, all commands are.
+        """
         sent: list[SentCommand] = []
         chunks = self._bus._chunks(domain, commands, chunk_size)
         if conn is not None:
@@ -311,12 +314,15 @@ class AsyncCommandRepository(AsyncRepository):
     async def save_many(
         self,
         domain: str,
-        commands: Iterable[NewCommand | Mapping[str, object]],
+        commands: Iterable[NewCommand | Mapping[str, object] | PayloadObject],
         *,
         chunk_size: int = CHUNK,
         conn: object = None,
     ) -> list[SentCommand]:
-        """Send many commands. Each chunk is sent as a whole or not at all; with `conn`, all commands are."""
+        """Send many commands: NewCommands, dicts, or objects whose classes are marked with `@command`.
+
+        Each chunk is sent as a whole or not at all; with `conn`, all commands are.
+        """
         sent: list[SentCommand] = []
         chunks = self._bus._chunks(domain, commands, chunk_size)
         for chunk in chunks:

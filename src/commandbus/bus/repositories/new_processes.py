@@ -12,6 +12,7 @@ from commandbus.model import names
 from commandbus.model.durations import Duration
 
 if TYPE_CHECKING:
+    from commandbus.bus.base import BusBase
     from commandbus.flow.batches import batches_of_processes as process_batch
     from commandbus.flow.batches import create as batch
     from commandbus.flow.processes import start as process_start
@@ -35,39 +36,40 @@ Manager: TypeAlias = "BaseProcessManager[Any] | str"
 Items: TypeAlias = "Iterable[NewProcess | Mapping[str, object]]"
 
 
-def start(max_bytes: int, manager: Manager, items: Items, domain: str | None) -> Operation[list[StartedProcess]]:
+def start(bus: BusBase, manager: Manager, items: Items, domain: str | None) -> Operation[list[StartedProcess]]:
     """Start processes. They are checked one by one, as they are sent."""
-    of_domain, process_type, starting = _prepare(max_bytes, manager, items, domain)
+    of_domain, process_type, starting = _prepare(bus, manager, items, domain)
     return process_start.start(of_domain, process_type, starting)
 
 
 def create_batch(
-    max_bytes: int, manager: Manager, items: Items, domain: str | None, **definition: Any
+    bus: BusBase, manager: Manager, items: Items, domain: str | None, **definition: Any
 ) -> Operation[CreatedBatch]:
     """Create a batch of processes."""
-    of_domain, process_type, starting = _prepare(max_bytes, manager, items, domain)
-    made = batch.define(of_domain, holds="processes", max_bytes=max_bytes, **definition)
+    of_domain, process_type, starting = _prepare(bus, manager, items, domain)
+    made = batch.define(of_domain, holds="processes", max_bytes=bus.settings.max_payload_bytes, **definition)
     return process_batch.create(made, process_type, starting)
 
 
 def add_to_batch(
-    max_bytes: int, manager: Manager, batch_id: str, items: Items, domain: str | None
+    bus: BusBase, manager: Manager, batch_id: str, items: Items, domain: str | None
 ) -> Operation[int]:
     """Start processes in an open batch."""
-    of_domain, process_type, starting = _prepare(max_bytes, manager, items, domain)
+    of_domain, process_type, starting = _prepare(bus, manager, items, domain)
     return process_batch.add(of_domain, batch_id, process_type, starting)
 
 
 def _prepare(
-    max_bytes: int, manager: Manager, items: Items, domain: str | None
+    bus: BusBase, manager: Manager, items: Items, domain: str | None
 ) -> tuple[str, str, Iterator[Starting]]:
     of_domain, process_type, deadline = _address(manager, domain)
+    limit = bus.settings.max_payload_bytes
 
     def prepare(item: NewProcess | Mapping[str, object]) -> Starting:
-        new = process_start.to_new_process(item)
+        new = bus._plain(process_start.to_new_process(item))
         if not isinstance(manager, str):
             new = managers.check_new(manager, new)
-        return process_start.prepare_start(new, deadline=deadline, max_bytes=max_bytes)
+        return process_start.prepare_start(new, deadline=deadline, max_bytes=limit)
 
     return of_domain, process_type, _numbered(items, prepare)
 

@@ -46,16 +46,14 @@ class ProcessRepository(Repository):
         self, manager: Manager, process: NewProcess, *, domain: str | None = None, conn: object = None
     ) -> StartedProcess:
         """Start a process; `manager` is its manager, or its process_type."""
-        limit = self._bus.settings.max_payload_bytes
-        starting = new_processes.start(limit, manager, [process], domain)
+        starting = new_processes.start(self._bus, manager, [process], domain)
         return self._bus.run(then(starting, lambda started: started[0]), conn)
 
     def save_many(
         self, manager: Manager, processes: Items, *, domain: str | None = None, conn: object = None
     ) -> list[StartedProcess]:
         """Start many processes of one type, all or none."""
-        limit = self._bus.settings.max_payload_bytes
-        return self._bus.run(new_processes.start(limit, manager, processes, domain), conn)
+        return self._bus.run(new_processes.start(self._bus, manager, processes, domain), conn)
 
     def save_batch(
         self,
@@ -72,7 +70,7 @@ class ProcessRepository(Repository):
     ) -> CreatedBatch:
         """Start processes as one batch, all or none. For the other options see create_batch."""
         operation = new_processes.create_batch(
-            self._bus.settings.max_payload_bytes, manager, processes, domain, batch_id=batch_id, name=name,
+            self._bus, manager, processes, domain, batch_id=batch_id, name=name,
             custom_data=custom_data, on_complete=on_complete, is_open=is_open,
         )  # fmt: skip
         return self._bus.run(then(operation, lambda made: given_by(self._bus, made)), conn)
@@ -81,8 +79,7 @@ class ProcessRepository(Repository):
         self, manager: Manager, batch_id: str, processes: Items, *, domain: str | None = None, conn: object = None
     ) -> int:
         """Start processes as members of an open batch, all or none. Returns how many."""
-        limit = self._bus.settings.max_payload_bytes
-        return self._bus.run(new_processes.add_to_batch(limit, manager, batch_id, processes, domain), conn)
+        return self._bus.run(new_processes.add_to_batch(self._bus, manager, batch_id, processes, domain), conn)
 
     def get(self, domain: str, process_id: str, *, conn: object = None) -> ProcessRecord | None:
         """Returns what is known about a process, with its steps; None if there is no such process."""

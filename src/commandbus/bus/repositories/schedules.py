@@ -13,7 +13,7 @@ from commandbus.flow.operation import then
 from commandbus.flow.schedules import operate
 from commandbus.flow.schedules.operate import ScheduleRecord
 from commandbus.model import names
-from commandbus.model.command import SentCommand
+from commandbus.model.command import NewCommand, SentCommand
 from commandbus.model.durations import Duration
 from commandbus.model.handle import given_by
 from commandbus.model.json_values import JsonValue
@@ -57,6 +57,7 @@ class ScheduleRepository(Repository):
         If a schedule with the same name and definition exists, nothing changes, and it is returned. If its
         definition is different, it is replaced with `replace`; otherwise this raises DuplicateScheduleError.
         """
+        data = self._bus._plain(NewCommand("schedule", data)).data
         schedule = Schedule(
             domain, name, cron, every, timezone, command_type, data, headers, correlation_id, reply_to,
             max_attempts, timeout, expires, on_exhausted, missed, overlap, most,

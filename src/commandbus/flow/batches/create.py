@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import psycopg
@@ -104,10 +104,14 @@ def define(
 
 
 def prepare_all(
-    commands: Iterable[NewCommand | Mapping[str, object]], *, max_bytes: int = payload.DEFAULT_MAX_BYTES
+    commands: Iterable[send.Sendable],
+    *,
+    max_bytes: int = payload.DEFAULT_MAX_BYTES,
+    domain: str | None = None,
+    plain: Callable[[NewCommand], NewCommand] = lambda new: new,
 ) -> Iterator[Outgoing]:
     """Check commands one by one as they come. The error says which command is wrong."""
-    return send.prepare_all(commands, max_bytes=max_bytes, of="the batch")
+    return send.prepare_all(commands, max_bytes=max_bytes, of="the batch", domain=domain, plain=plain)
 
 
 @operation(atomic=True, whole=True)

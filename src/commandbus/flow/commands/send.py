@@ -9,10 +9,10 @@ changes it.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from datetime import datetime
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 from uuid import UUID
 
 from psycopg import errors as pg
@@ -27,8 +27,10 @@ from commandbus.errors import (
 from commandbus.flow.operation import Statement, Steps, no_schema, operation
 from commandbus.model import envelope, names, payload, priority, unique_key
 from commandbus.model.command import NewCommand, SentCommand, new_command_id
+from commandbus.model.command_class import addressed, class_address
 from commandbus.model.durations import Duration, parse_seconds
 from commandbus.model.handle import given_by
+from commandbus.model.json_values import PayloadObject
 from commandbus.model.key_limit import check_key
 
 _FIELDS = frozenset(field.name for field in fields(NewCommand))
@@ -50,6 +52,14 @@ OUR_IDS = {
     # Without the join, which costs a twentieth of the send.
     "answer": "NULL, id, (SELECT pg_catalog.count(*) FROM woken) FROM sent ORDER BY msg_id",
 }
+
+
+Sendable: TypeAlias = NewCommand | Mapping[str, object] | PayloadObject
+"""What `send_many` and batches take."""
+
+
+def _as_it_is(new: NewCommand) -> NewCommand:
+    return new
 
 
 MOST_RULED = 10_000
@@ -119,12 +129,21 @@ def prepare(new: NewCommand, *, max_bytes: int = payload.DEFAULT_MAX_BYTES) -> O
 
 
 def prepare_all(
-    commands: Iterable[NewCommand | Mapping[str, object]], *, max_bytes: int, of: str = "send_many"
+    commands: Iterable[Sendable],
+    *,
+    max_bytes: int,
+    of: str = "send_many",
+    domain: str | None = None,
+    plain: Callable[[NewCommand], NewCommand] = _as_it_is,
 ) -> Iterator[Outgoing]:
-    """Check commands one by one as they come. The error names the number of the bad one, counted from 1."""
+    """Check commands one by one as they come. The error names the number of the bad one, counted from 1.
+
+    `domain`: where they are sent to, if objects of marked classes are among them. `plain` makes JSON of the
+    application's own types.
+    """
     for number, item in enumerate(commands, 1):
         try:
-            prepared = prepare(to_new_command(item), max_bytes=max_bytes)
+            prepared = prepare(plain(to_new_command(item, domain)), max_bytes=max_bytes)
         except InvalidCommandError as error:
             raise InvalidCommandError(f"command {number} of {of}: {error}") from None
         yield prepared
@@ -183,12 +202,12 @@ def _receipt(domain: str, command_id: str, id_: int) -> SentCommand:
     return tuple.__new__(SentCommand, (domain, command_id, id_, True, False))
 
 
-def to_new_command(item: NewCommand | Mapping[str, object]) -> NewCommand:
+def to_new_command(item: Sendable, domain: str | None = None) -> NewCommand:
     """A NewCommand from what a caller of send_many wrote."""
     if isinstance(item, NewCommand):
         return item
     if not isinstance(item, Mapping):
-        raise InvalidCommandError(f"{names.shown(item)} is not a command; give NewCommand or dicts")
+        return _of_object(item, domain)
     if not item.keys() <= _FIELDS:
         unknown = sorted(str(key) for key in item if key not in _FIELDS)
         raise InvalidCommandError(
@@ -197,6 +216,18 @@ def to_new_command(item: NewCommand | Mapping[str, object]) -> NewCommand:
     if "command_type" not in item:
         raise InvalidCommandError("it has no command_type")
     return NewCommand(**cast(Any, item))  # its values are checked when it is prepared
+
+
+def _of_object(item: object, domain: str | None) -> NewCommand:
+    """A command from an object whose class is marked with @command."""
+    if class_address(type(item)) is None and not hasattr(item, "__dict__") and not hasattr(item, "__slots__"):
+        raise InvalidCommandError(f"{names.shown(item)} is not a command; give NewCommand or dicts")
+    own, command_type, data = addressed(item)
+    if domain is not None and own != domain:
+        raise InvalidCommandError(
+            f"{type(item).__name__} is a command of domain {own!r}, and these are sent to {domain!r}"
+        )
+    return NewCommand(command_type, data)
 
 
 def explain_missing(domain: str, error: Exception) -> CommandBusError:

@@ -14,6 +14,7 @@ from commandbus.worker.execution import chunk_handlers, lazy_transaction
 from commandbus.worker.execution.handler_options import TransactionOption
 from commandbus.worker.execution.handler_signature import CallForm
 from commandbus.worker.execution.lazy_transaction import in_async_transaction, in_transaction
+from commandbus.worker.execution.payload_parameter import PayloadParameter
 
 OURS = frozenset({__file__, lazy_transaction.__file__, chunk_handlers.__file__})
 """Frames of these files are left out of the tracebacks of handlers."""
@@ -22,13 +23,20 @@ Adapter = Callable[[Any, Any], Any]
 
 
 def adapted(
-    function: Callable[..., Any], form: CallForm, *, is_async: bool, transaction: TransactionOption
+    function: Callable[..., Any],
+    form: CallForm,
+    *,
+    is_async: bool,
+    transaction: TransactionOption,
+    payload: PayloadParameter | None = None,
 ) -> Adapter:
     """What a worker calls with (command, ctx) instead of this function."""
     isolation = transaction if isinstance(transaction, str) else None
+    read = _as_it_is if payload is None else payload.read
 
     def arguments(command: Any, ctx: Any) -> list[Any]:
-        return [value for value, is_wanted in ((command, form.command), (ctx, form.context)) if is_wanted]
+        given = [read(command)] if form.command else []
+        return [*given, ctx] if form.context else given
 
     def call(command: Any, ctx: Any) -> Any:
         given = arguments(command, ctx)
@@ -43,3 +51,7 @@ def adapted(
         return await in_async_transaction(ctx, isolation, lambda tx: function(*given, tx))
 
     return functools.wraps(function)(call_async if is_async else call)
+
+
+def _as_it_is(command: Any) -> Any:
+    return command

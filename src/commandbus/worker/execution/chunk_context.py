@@ -33,6 +33,7 @@ from commandbus.worker.execution.context import (
     has_committed,
     logger,
 )
+from commandbus.worker.execution.handlers import Handler
 
 C = TypeVar("C")
 
@@ -40,8 +41,10 @@ C = TypeVar("C")
 class ChunkTransaction(HandlerTransaction[C]):
     """The `tx` of a chunk's ctx.transaction(): its connection, and `complete(outcomes)`."""
 
-    def __init__(self, connection: C, max_bytes: int, command_ids: Sequence[str]) -> None:
-        super().__init__(connection, max_bytes)
+    def __init__(
+        self, connection: C, max_bytes: int, command_ids: Sequence[str], handler: Handler | None = None
+    ) -> None:
+        super().__init__(connection, max_bytes, handler)
         self._command_ids = command_ids
         self.outcomes: list[Any] = [None] * len(command_ids)
         self.results: list[str | None] = [None] * len(command_ids)
@@ -58,7 +61,7 @@ class ChunkTransaction(HandlerTransaction[C]):
 
     def _text_of(self, outcome: Any) -> str | None:
         is_result = outcome is not None and not isinstance(outcome, BaseException)
-        return dump_result(outcome, self.max_bytes) if is_result else None
+        return dump_result(outcome, self.max_bytes, self._handler) if is_result else None
 
 
 class _ChunkContext(_Context):
@@ -137,7 +140,7 @@ class _ChunkContext(_Context):
 
     def _transaction_on(self, conn: C) -> ChunkTransaction[C]:
         ids = [member.command_id for member in self._attempt.each]
-        return ChunkTransaction(conn, self._services.max_payload_bytes, ids)
+        return ChunkTransaction(conn, self._services.max_payload_bytes, ids, self._attempt.handler)
 
     def _settlement(self, tx: HandlerTransaction[Any]) -> Operation[dict[tuple[int, int], Any]]:
         assert isinstance(tx, ChunkTransaction)  # noqa: S101 - `_transaction_on` has made it

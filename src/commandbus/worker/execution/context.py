@@ -52,6 +52,7 @@ from commandbus.quick_dataclass import dataclass
 from commandbus.worker.execution.attempt import CHILD_LATE, NEVER, Attempt, Scope, Stop
 from commandbus.worker.execution.connections import HandlerConnections
 from commandbus.worker.execution.handler_permits import AsyncBlock, HandlerPermits, PermitProvider
+from commandbus.worker.execution.handlers import Handler
 from commandbus.worker.execution.one_transaction import OneTransaction
 
 C = TypeVar("C")
@@ -87,10 +88,11 @@ class Services:
     """Permits of limits, for blocks of handlers' code."""
 
 
-def dump_result(result: Any, max_bytes: int) -> str:
+def dump_result(result: Any, max_bytes: int, handler: Handler | None = None) -> str:
     """The JSON text of a result. A result that is not JSON is a permanent error: a retry would repeat it."""
+    default = None if handler is None else handler.json_default
     try:
-        return payload.dump(result, what="result", max_bytes=max_bytes)
+        return payload.dump(result, what="result", max_bytes=max_bytes, default=default)
     except InvalidCommandError as error:
         raise PermanentCommandError(str(error), code="INVALID_RESULT") from error
 
@@ -101,14 +103,15 @@ class HandlerTransaction(Generic[C]):
     It can be passed as `conn=` to a bus: what is sent in it is sent if, and only if, the command completes.
     """
 
-    def __init__(self, connection: C, max_bytes: int) -> None:
+    def __init__(self, connection: C, max_bytes: int, handler: Handler | None = None) -> None:
         self.connection = connection
         self.max_bytes = max_bytes
+        self._handler = handler
         self._result: str | None = None
 
     def complete(self, result: JsonValue = None) -> None:
         """Set the command's result (JSON); without this call it is null."""
-        self._result = dump_result(result, self.max_bytes)
+        self._result = dump_result(result, self.max_bytes, self._handler)
 
     @property
     def execute(self) -> Any:
@@ -383,7 +386,7 @@ class _Context:
         self._attempt.extras.has_connection = True
 
     def _transaction_on(self, conn: C) -> HandlerTransaction[C]:
-        return HandlerTransaction(conn, self._services.max_payload_bytes)
+        return HandlerTransaction(conn, self._services.max_payload_bytes, self._attempt.handler)
 
     def _settlement(self, tx: HandlerTransaction[Any]) -> Operation[dict[tuple[int, int], Any]]:
         attempt, worker, result = self._attempt, self._services.worker, tx._result

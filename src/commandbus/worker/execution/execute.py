@@ -29,6 +29,7 @@ from commandbus.errors import (
     AttemptFencedError,
     BusinessRuleException,
     DeadlineExceededError,
+    InvalidPayloadError,
     LimitLostError,
     PermanentCommandError,
     TransactionUsedError,
@@ -222,7 +223,7 @@ class Executor:
             )
             _log(logging.ERROR, attempt, text)
             return Note(attempt, Failure("ReturnedTooLate", "RETURNED_TOO_LATE", text))
-        return attempt.complete(dump_result(result, self._services.max_payload_bytes))
+        return attempt.complete(dump_result(result, self._services.max_payload_bytes, attempt.handler))
 
     def failed(self, attempt: Attempt, error: BaseException, trace: str | None = None) -> Ended:
         """The handler raised; `trace` is its traceback as text, if it was raised elsewhere."""
@@ -230,7 +231,7 @@ class Executor:
             # It was abandoned as stuck and judged then: the end of what it left behind changes nothing.
             return None
         raised = None
-        if trace is None and not isinstance(error, UnknownCommandTypeError):
+        if trace is None and not isinstance(error, UnknownCommandTypeError | InvalidPayloadError):
             trace, raised = traceback_of(error), error
         if attempt.has_committed:
             return self._note(attempt, error, trace, raised)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from types import MethodType
 from typing import Any, NamedTuple
 
-_CONTEXT_NAMES = ("ctx", "context")
+CONTEXT_NAMES = ("ctx", "context")
 
 
 class CallForm(NamedTuple):
@@ -65,7 +65,7 @@ class _Reading:
     def form(self) -> CallForm:
         places, takes_any = self._places, self._takes_any
         first = places[0].name if places else None
-        if first in _CONTEXT_NAMES and not self._has_payload:
+        if first in CONTEXT_NAMES and not self._has_payload:
             return self._context_first()
         self._refuse_unfilled(3 if self._transaction else 2)
         if self._has_payload and len(places) == 1 and not takes_any and not self._transaction:
@@ -113,7 +113,7 @@ class _Reading:
 
     def _refuse_other_default(self, second: inspect.Parameter) -> None:
         """(command, retries=3): the context would become the number of retries."""
-        if second.name not in _CONTEXT_NAMES:
+        if second.name not in CONTEXT_NAMES:
             raise TypeError(
                 f"handler {self._name!r} takes {self._signature}, but its second parameter gets the context: "
                 f"write (command, ctx), and {second.name} after them"

@@ -17,11 +17,12 @@ import functools
 import inspect
 from collections.abc import Awaitable, Callable, Container, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, Unpack, overload
 
 from commandbus.errors import ConfigurationError, DuplicateHandlerError, UnknownCommandTypeError
 from commandbus.model.batch import ADDRESSES
 from commandbus.model.command import Command
+from commandbus.model.command_class import check_json_default, require_address
 from commandbus.model.limit import Limit
 from commandbus.model.names import check_domain, check_type
 from commandbus.model.retry import RetryPolicy
@@ -34,8 +35,12 @@ from commandbus.worker.execution.handler_options import (
     check_options,
     declared_limits,
 )
-from commandbus.worker.execution.handler_signature import call_form, own_signature
+from commandbus.worker.execution.handler_signature import CallForm, call_form, own_signature
+from commandbus.worker.execution.payload_parameter import PayloadParameter, payload_parameter, refuse_typed_chunk
 from commandbus.worker.execution.schedule_declarations import ScheduleDeclarations
+
+if TYPE_CHECKING:
+    from commandbus.model.to_json import JsonDefault
 
 F = TypeVar("F", bound=Callable[..., object])
 _MARK = "__commandbus_handlers__"
@@ -54,6 +59,8 @@ class Handler:
     is_router: bool = False  # it moves processes
     written: Callable[..., Any] | None = None  # what people wrote; `function` may be an adapter around it
     many: Callable[..., Any] | None = None  # of a chunk handler: takes a list; `function` takes one of it
+    payload: PayloadParameter | None = None  # how its payload is read, if it does not take the command
+    json_default: JsonDefault | None = None  # makes JSON of its result
 
     @property
     def retry_policy(self) -> RetryPolicy | None:
@@ -67,25 +74,48 @@ class Handler:
         return f"{module}.{getattr(self.function, '__qualname__', repr(self.function))}"
 
 
-def handler(domain: str, command_type: str, **options: Unpack[AllHandlerOptions]) -> Callable[[F], F]:
+@overload
+def handler(domain: str, command_type: str, **options: Unpack[AllHandlerOptions]) -> Callable[[F], F]: ...
+@overload
+def handler(command: type, /, **options: Unpack[AllHandlerOptions]) -> Callable[[F], F]: ...
+def handler(
+    domain: str | type, command_type: str | None = None, **options: Unpack[AllHandlerOptions]
+) -> Callable[[F], F]:
     """Mark a method as a handler, for `HandlerRegistry.register_instance`."""
-    check_domain(domain)
-    check_type(command_type)
+    address = _Address.of(domain, command_type)
     checked, declared = check_options(**options), declared_limits(options)
 
     def mark(function: F) -> F:
-        marks = [*getattr(function, _MARK, ()), (domain, command_type, checked, declared)]
+        marks = [*getattr(function, _MARK, ()), (address, checked, declared)]
         setattr(function, _MARK, marks)
         return function
 
     return mark
 
 
-class HandlerRegistry(ScheduleDeclarations):
-    """Handlers by (domain, command_type). Filled at import time, read by workers."""
+class _Address(NamedTuple):
+    """What a handler is registered for; `payload` is the class, if it is registered by one."""
 
-    def __init__(self) -> None:
+    domain: str
+    command_type: str
+    payload: type | None = None
+
+    @classmethod
+    def of(cls, domain: str | type, command_type: str | None) -> _Address:
+        if isinstance(domain, type) and command_type is None:
+            return cls(*require_address(domain), domain)
+        return cls(check_domain(domain), check_type(command_type))
+
+
+class HandlerRegistry(ScheduleDeclarations):
+    """Handlers by (domain, command_type). Filled at import time, read by workers.
+
+    `json_default`: makes JSON of what handlers return, if that is of a type that is unknown here.
+    """
+
+    def __init__(self, *, json_default: JsonDefault | None = None) -> None:
         super().__init__()
+        self._json_default = check_json_default(json_default)
         self._handlers: dict[tuple[str, str], Handler] = {}
         self._limits: dict[str, Limit] = {}
 
@@ -104,14 +134,27 @@ class HandlerRegistry(ScheduleDeclarations):
             )
         return limit
 
-    def handler(self, domain: str, command_type: str, **options: Unpack[AllHandlerOptions]) -> Callable[[F], F]:
-        """Register the decorated function; see `Options`."""
+    @overload
+    def handler(
+        self, domain: str, command_type: str, **options: Unpack[AllHandlerOptions]
+    ) -> Callable[[F], F]: ...
+    @overload
+    def handler(self, command: type, /, **options: Unpack[AllHandlerOptions]) -> Callable[[F], F]: ...
+    def handler(
+        self, domain: str | type, command_type: str | None = None, **options: Unpack[AllHandlerOptions]
+    ) -> Callable[[F], F]:
+        """Register the decorated function, by names or by a class that is marked with `@command`; see `Options`.
+
+        If its first parameter is annotated with a pydantic model, dataclass, TypedDict or msgspec struct, it gets
+        the payload as that type instead of the command.
+        """
+        address = _Address.of(domain, command_type)
         checked = check_options(**options)
         for limit in declared_limits(options):
             self.declare_limit(limit)
 
         def register(function: F) -> F:
-            self._add(domain, command_type, function, checked)
+            self._add(address, function, checked)
             return function
 
         return register
@@ -127,7 +170,7 @@ class HandlerRegistry(ScheduleDeclarations):
         checked = check_options(**options)
         for limit in declared_limits(options):
             self.declare_limit(limit)
-        return self._add(domain, command_type, function, checked)
+        return self._add(_Address.of(domain, command_type), function, checked)
 
     def register_process(self, manager: BaseProcessManager[Any]) -> Handler:
         """Let this registry's workers move the processes of a manager: its messages are commands of its type."""
@@ -137,17 +180,18 @@ class HandlerRegistry(ScheduleDeclarations):
         options = check_options(
             retry_policy=manager.retry_policy, timeout=manager.timeout, isolation=manager.isolation
         )
-        handler = self._add(manager.domain, manager.process_type, handler_of(manager), options)
+        address = _Address(manager.domain, manager.process_type)
+        handler = self._add(address, handler_of(manager), options)
         self._handlers[manager.domain, manager.process_type] = made = replace(handler, is_router=True)
         return made
 
-    def _add(self, domain: str, command_type: str, function: Callable[..., Any], options: Options) -> Handler:
-        key = (check_domain(domain), check_type(command_type))
+    def _add(self, address: _Address, function: Callable[..., Any], options: Options) -> Handler:
+        key = (address.domain, address.command_type)
         if (existing := self._handlers.get(key)) is not None:
             raise DuplicateHandlerError(
-                f"command_type {command_type!r} of domain {domain!r} already has the handler {existing.name}"
+                f"command_type {key[1]!r} of domain {key[0]!r} already has the handler {existing.name}"
             )
-        made = _make_handler(domain, command_type, function, options)
+        made = replace(_make_handler(address, function, options), json_default=self._json_default)
         if options.fresh_thread and made.is_async:
             raise ValueError(
                 f"handler {made.name} is `async def`, which runs on an event loop: fresh_thread is for `def`; "
@@ -168,11 +212,11 @@ class HandlerRegistry(ScheduleDeclarations):
             raise ValueError(
                 f"{type(instance).__name__} has no method marked with @commandbus.handler(domain, command_type)"
             )
-        trial = HandlerRegistry()
+        trial = HandlerRegistry(json_default=self._json_default)
         trial._handlers, trial._limits = dict(self._handlers), dict(self._limits)
         made = []
-        for (domain, command_type, options, declared), method in found:
-            made.append(trial._add(domain, command_type, method, options))
+        for (address, options, declared), method in found:
+            made.append(trial._add(address, method, options))
             for limit in declared:
                 trial.declare_limit(limit)
         self._handlers, self._limits = trial._handlers, trial._limits
@@ -207,6 +251,13 @@ class HandlerRegistry(ScheduleDeclarations):
         result = found.function(command, context) if found.takes_command else found.function(context)
         return _run_to_end(result) if inspect.isawaitable(result) else result
 
+    def resolve(self) -> None:
+        """Resolve the types of all payloads. Workers do that when they start; ConfigurationError names the first
+        handler whose annotation cannot be resolved."""
+        for each in self:
+            if each.payload is not None:
+                each.payload.resolve()
+
     @property
     def domains(self) -> list[str]:
         """The domains that have handlers."""
@@ -223,30 +274,35 @@ class HandlerRegistry(ScheduleDeclarations):
         return len(self._handlers)
 
 
-def _make_handler(domain: str, command_type: str, function: Callable[..., Any], options: Options) -> Handler:
+def _make_chunk_handler(
+    address: _Address, function: Callable[..., Any], form: CallForm, options: Options
+) -> Handler:
     is_async = _is_async(function)
-    signature = own_signature(function)
-    form = call_form(function, signature, transaction=options.transaction is not False)
+    refuse_with_chunk(function, form, options)
+    called = many_of(function, form, is_async=is_async, transaction=options.transaction)
+    single = one_of(called, is_async=is_async)
+    return Handler(*address[:2], single, is_async, True, options, written=function, many=called)
+
+
+def _make_handler(address: _Address, function: Callable[..., Any], options: Options) -> Handler:
+    domain, command_type, by_default = address
+    is_async, signature = _is_async(function), own_signature(function)
+    payload = None if options.chunk is not None else payload_parameter(function, signature, by_default)
+    form = call_form(
+        function,
+        signature,
+        transaction=options.transaction is not False,
+        has_payload=payload is not None and payload.is_resolved,
+    )
     if options.chunk is not None:
-        refuse_with_chunk(function, form, options)
-        called = many_of(function, form, is_async=is_async, transaction=options.transaction)
-        single = one_of(called, is_async=is_async)
-        return Handler(
-            domain,
-            command_type,
-            single,
-            is_async,
-            takes_command=True,
-            options=options,
-            written=function,
-            many=called,
-        )
-    if not form.transaction:
+        refuse_typed_chunk(function, signature)
+        return _make_chunk_handler(address, function, form, options)
+    if payload is None and not form.transaction:
         return Handler(domain, command_type, function, is_async, form.command, options, written=function)
     from commandbus.worker.execution.adapters import adapted  # few handlers need one
 
-    called = adapted(function, form, is_async=is_async, transaction=options.transaction)
-    return Handler(domain, command_type, called, is_async, takes_command=True, options=options, written=function)
+    called = adapted(function, form, is_async=is_async, transaction=options.transaction, payload=payload)
+    return Handler(domain, command_type, called, is_async, True, options, written=function, payload=payload)
 
 
 def _remember(function: Callable[..., Any], address: tuple[str, str]) -> None:
@@ -256,9 +312,9 @@ def _remember(function: Callable[..., Any], address: tuple[str, str]) -> None:
         setattr(target, ADDRESSES, [*getattr(target, ADDRESSES, ()), address])
 
 
-def _marks_of(member: object) -> Sequence[tuple[str, str, Options, list[Limit]]]:
+def _marks_of(member: object) -> Sequence[tuple[_Address, Options, list[Limit]]]:
     """The marks of a method; a staticmethod or classmethod keeps them on the function inside."""
-    found: Sequence[tuple[str, str, Options, list[Limit]]] = getattr(
+    found: Sequence[tuple[_Address, Options, list[Limit]]] = getattr(
         getattr(member, "__func__", member), _MARK, ()
     )
     return found

@@ -313,7 +313,7 @@ class Isolated:
             return None
         if attempt.has_committed:
             return "true"  # the result came too late to be stored; it is only noted that there was one
-        return dump_result(result, self._settings.max_payload_bytes)
+        return dump_result(result, self._settings.max_payload_bytes, attempt.handler)
 
     # --- what the context asks of the worker ----------------------------------------------------------------
 
