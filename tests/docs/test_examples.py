@@ -52,6 +52,13 @@ PRINTED = {
         r"the handler was asked to stop, and cleans up",
         r"its outcome: CANCELED, canceled by .+: not needed any more",
     ],
+    "chunks": [
+        r"a chunk of 100",
+        r"99 of 100 completed",
+        r"a chunk of 3",
+        *(r"page [012] by itself" for _ in range(3)),
+        r"2 of 3 completed",
+    ],
     "deadline": [
         r"small file: 2 pages",
         r"asked to stop after \d pages; closing the file",
