@@ -76,6 +76,7 @@ def run(base: Ground, count: int, rounds: int) -> dict[str, float]:
     with workers(base, 2):
         _until(base, "SELECT count(*) = 0 FROM commandbus.type_rule WHERE domain = 'keys'", 0)
         _until(base, "SELECT 2 - count(*) FROM commandbus.worker WHERE domains = '{keys}' AND state = 'ACTIVE'", 0)
+        _others(base)  # warms up
         found: dict[str, list[float]] = {"alone": [], "beside": []}
         for _ in range(rounds):
             found["alone"].append(_others(base))

@@ -216,6 +216,26 @@ def test_a_tenants_worker_runs_a_saga_and_limited_commands(
     assert orders.get_command("orders", "p0").status is CommandStatus.COMPLETED
 
 
+@sync_only
+def test_a_tenants_worker_declares_and_moves_lines_of_keys(orders: Bus, tenants: Roles) -> None:
+    """The producer may read no line and no path, but its sends follow them; the rest joins later."""
+    producer, reader, operator = tenants("producer"), tenants("reader"), tenants("operator")
+    handlers = HandlerRegistry()
+    did: list[int] = []
+    account = Limit("account", concurrency=1, ordered=True, key="data.account")
+    handlers.register("orders", "book", lambda command, ctx: did.append(command.data["n"]), limits=[account])
+    with Worker(handlers, settings=quick_settings(tenants("worker").url), name="tenants"):
+        operator.bus.key_limits.override("orders", "account", "7", concurrency=0, until="1h")
+        producer.send_many("orders", [NewCommand("book", {"account": 7, "n": n}) for n in range(3)])
+        producer.send("orders", "book", {"account": 7, "n": 3}, unique="u")
+        producer.send("orders", "book", {"account": 7, "n": 4}, command_id="last")
+        until(lambda: [line.waiting for line in reader.bus.key_limits.lines("orders", "account")] == [5])
+        assert "4 before it" in reader.get_command("orders", "last").waiting_text
+        assert not reader.bus.key_limits.list("billing")
+        operator.bus.key_limits.override("orders", "account", "7", concurrency=1, until="1h")
+        until(lambda: did == [0, 1, 2, 3, 4], what=lambda: f"{did}")
+
+
 def test_full_roles_and_other_grants_do_not_notice(
     orders: Bus, tenants: Roles, acting: Roles, prefix: str, db: psycopg.Connection[Any]
 ) -> None:

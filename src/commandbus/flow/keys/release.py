@@ -15,8 +15,8 @@ from commandbus.flow.keys.exist import CHANNEL
 from commandbus.flow.operation import Statement, Steps, operation
 
 BITE = 1000
-KEYS = 100
-"""So many keys are locked at once: the server has room for some thousand locks of all sessions."""
+KEYS = 400
+"""So many keys are looked at in one transaction."""
 EACH = 100
 """So many new commands of a key are noted at once."""
 

@@ -28,16 +28,16 @@ WITH target AS MATERIALIZED (
     SELECT k.command
       FROM commandbus.keyed k
       JOIN released r ON r.command = k.command AND r.msg_id = k.msg_id
-     WHERE k.command = ANY (ARRAY(SELECT command FROM released))
-       AND r.steps_aside AND r.status OPERATOR(pg_catalog.=) 'IN_TROUBLESHOOTING_QUEUE'
+     WHERE k.command = ANY (ARRAY(SELECT command FROM released
+                                   WHERE steps_aside AND status OPERATOR(pg_catalog.=) 'IN_TROUBLESHOOTING_QUEUE'))
        FOR UPDATE OF k SKIP LOCKED
 ), room AS MATERIALIZED (
-    SELECT t.key_limit, t.key, greatest(0::bigint, t.most - (
-           SELECT pg_catalog.count(*) FROM released r
-            WHERE r.key_limit = t.key_limit AND r.key = t.key
-              AND r.status OPERATOR(pg_catalog.=) ANY ('{PENDING,IN_TROUBLESHOOTING_QUEUE}'::commandbus.command_status[])
-              AND r.command <> ALL (ARRAY(SELECT command FROM aside)))) AS places
+    SELECT t.key_limit, t.key, greatest(0::bigint, t.most - COALESCE(taken.places, 0::bigint)) AS places
       FROM target t
+      LEFT JOIN (SELECT r.key_limit, r.key, pg_catalog.count(*) AS places FROM released r
+                  WHERE r.status OPERATOR(pg_catalog.=) ANY ('{PENDING,IN_TROUBLESHOOTING_QUEUE}'::commandbus.command_status[])
+                    AND NOT EXISTS (SELECT FROM aside a WHERE a.command = r.command)
+                  GROUP BY r.key_limit, r.key) taken ON taken.key_limit = t.key_limit AND taken.key = t.key
 ), next AS MATERIALIZED (
     SELECT r.key_limit, r.key, n.command, n.msg_id, n.turn,
            EXISTS (SELECT FROM commandbus.command c
@@ -84,7 +84,8 @@ WITH target AS MATERIALIZED (
 )
 SELECT NULL, NULL, (SELECT pg_catalog.count(*) FROM heads)::float8, (SELECT pg_catalog.count(*) FROM woken)
 UNION ALL
-SELECT DISTINCT key_limit, key, 0::float8, 0::bigint FROM next WHERE msg_id <> ALL (ARRAY(SELECT msg_id FROM heads))
+SELECT DISTINCT n.key_limit, n.key, 0::float8, 0::bigint FROM next n
+ WHERE NOT EXISTS (SELECT FROM heads h WHERE h.msg_id = n.msg_id)
 UNION ALL
 SELECT key_limit, NULL, pg_catalog.avg(extract(epoch FROM pg_catalog.now() - released_at)::float8), 0::bigint
   FROM released WHERE status OPERATOR(pg_catalog.=) 'COMPLETED' AND released_at IS NOT NULL

@@ -1827,46 +1827,48 @@ CREATE FUNCTION commandbus.key_of(p_path text, p_data json, p_headers json) RETU
                    #> (string_to_array(p_path, '.'))[2:] AS value) found
 $$;
 
+-- Refuses a key: CB002 with the name of an unknown key limit, or CB003 with a sentence. A function, so that a query can call it.
+CREATE FUNCTION commandbus.refuse_key(p_state text, p_text text) RETURNS text
+    LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp AS $$
+BEGIN
+    RAISE EXCEPTION USING ERRCODE = p_state, MESSAGE = p_text;
+END
+$$;
+
 -- The rows that a send gives, with their key limits (`l`), keys (`k`) and priorities (`p`): those that the sender named, or those
 -- that the rule of the command type says. `joins`: it joins the line of its key now. One that is sent for later joins when its time has
--- come, and a worker claims it.
+-- come, and a worker claims it. The key is what commandbus.key_of says; a call for each row would take longer than the rest.
 CREATE FUNCTION commandbus.keyed_rows(p_domain text, p_rows json)
     RETURNS TABLE (i text, t text, m integer, c text, r text, h json, d json, s double precision, a timestamptz,
                    o double precision, e double precision, z timestamptz, f text, p smallint, k text, l text, n bigint,
                    joins boolean)
     LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp AS $$
-DECLARE
-    v_wrong record;
 BEGIN
-    SELECT x.t, x.k, x.l, u.key_path, COALESCE(x.l, u.key_limit) AS key_limit INTO v_wrong
-      FROM json_to_recordset(p_rows) AS x(t text, k text, l text, d json, h json)
-      LEFT JOIN commandbus.type_rule u ON u.domain = p_domain AND u.command_type = x.t
-     WHERE CASE WHEN x.l IS NOT NULL THEN NOT EXISTS (
-                     SELECT FROM commandbus.key_limit y WHERE y.domain = p_domain AND y.name = x.l)
-                WHEN x.k IS NOT NULL THEN u.key_limit IS NULL
-                WHEN u.key_path IS NOT NULL THEN commandbus.key_of(u.key_path, x.d, x.h) IS NULL END
-     LIMIT 1;
-    IF v_wrong.l IS NOT NULL THEN
-        RAISE SQLSTATE 'CB002' USING MESSAGE = v_wrong.l;
-    ELSIF v_wrong.k IS NOT NULL THEN
-        RAISE SQLSTATE 'CB003' USING MESSAGE = format(
-            'key %L needs key_limit: command type %s of domain %s has no limit with a key', v_wrong.k, v_wrong.t, p_domain);
-    ELSIF v_wrong.t IS NOT NULL THEN
-        RAISE SQLSTATE 'CB003' USING MESSAGE = format(
-            'the key of command type %s (limit %s) is at %s, and this command has an object, a list or a text of more than 255 '
-            'characters there; send a text or a number, or give key', v_wrong.t, v_wrong.key_limit, v_wrong.key_path);
-    END IF;
     RETURN QUERY
-    SELECT x.i, x.t, x.m, x.c, x.r, x.h, x.d, x.s, x.a, x.o, x.e, x.z, x.f, COALESCE(x.p, u.priority), y.k, y.l, x.n,
-           y.l IS NOT NULL AND COALESCE(x.s, 0) <= 0 AND COALESCE(x.a <= clock_timestamp(), true)
+    SELECT x.i, x.t, x.m, x.c, x.r, x.h, x.d, x.s, x.a, x.o, x.e, x.z, x.f, COALESCE(x.p, u.priority),
+           CASE WHEN x.l IS NOT NULL AND NOT EXISTS (
+                     SELECT FROM commandbus.key_limit y WHERE y.domain = p_domain AND y.name = x.l)
+                THEN commandbus.refuse_key('CB002', x.l)
+                WHEN x.k IS NOT NULL AND x.l IS NULL AND u.key_limit IS NULL
+                THEN commandbus.refuse_key('CB003', format(
+                     'key %L needs key_limit: command type %s of domain %s has no limit with a key', x.k, x.t, p_domain))
+                WHEN x.k IS NOT NULL THEN x.k
+                WHEN u.key_path IS NULL THEN NULL
+                WHEN json_typeof(found.value) IN ('object', 'array') OR length(found.value #>> '{}') > 255
+                THEN commandbus.refuse_key('CB003', format(
+                     'the key of command type %s (limit %s) is at %s, and this command has an object, a list or a text of more '
+                     'than 255 characters there; send a text or a number, or give key', x.t, u.key_limit, u.key_path))
+                ELSE COALESCE(found.value #>> '{}', '') END,
+           COALESCE(x.l, u.key_limit), x.n,
+           COALESCE(x.l, u.key_limit) IS NOT NULL AND COALESCE(x.s, 0) <= 0 AND COALESCE(x.a <= clock_timestamp(), true)
       FROM (SELECT g.*, row_number() OVER () AS n
               FROM json_to_recordset(p_rows)
                 AS g(i text, t text, m integer, c text, r text, h json, d json, s float8, a timestamptz, o float8, e float8,
                      z timestamptz, f text, k text, l text, p smallint)) x
-      LEFT JOIN commandbus.type_rule u ON u.domain = p_domain AND u.command_type = x.t
-     CROSS JOIN LATERAL (
-           SELECT COALESCE(x.l, u.key_limit) AS l,
-                  COALESCE(x.k, CASE WHEN u.key_path IS NOT NULL THEN commandbus.key_of(u.key_path, x.d, x.h) END) AS k) y
+      LEFT JOIN (SELECT y.*, split_part(y.key_path, '.', 1) AS part, (string_to_array(y.key_path, '.'))[2:] AS rest
+                   FROM commandbus.type_rule y WHERE y.domain = p_domain) u ON u.command_type = x.t
+      LEFT JOIN LATERAL (SELECT CASE u.part WHEN 'data' THEN x.d WHEN 'headers' THEN x.h END #> u.rest AS value
+                         OFFSET 0) found ON x.k IS NULL AND u.key_path IS NOT NULL
      ORDER BY x.n;
 END
 $$;
