@@ -39,11 +39,12 @@ _NAMES = {
         DuplicateMemberError DuplicateProcessError DuplicateScheduleError DuplicateSignalError
         EmbeddedPostgresError
         InvalidCommandError InvalidOperationError InvalidPayloadError InvalidScheduleError
-        LimitLostError LimitTimeoutError MissingPrivilegeError PermanentCommandError ProcessNotFoundError
-        RateLimitError
+        LimitLostError LimitTimeoutError MiddlewareError MissingPrivilegeError PermanentCommandError
+        ProcessNotFoundError RateLimitError
         ScheduleNotFoundError SchemaError SendFailedError TransactionEndedError TransactionUsedError
         TransientCommandError UnknownCommandTypeError UnknownDomainError UnknownLimitError
         UniqueConflictError UniqueKeyLockedError UnknownKeyLimitError UnknownQueueError
+        WorkerStartError
     """,
     "commandbus.flow.breakers.operate": "BreakerInfo",
     "commandbus.flow.commands.audit_events": "NewAuditEvent",
@@ -60,6 +61,7 @@ _NAMES = {
     "commandbus.flow.setup.domains": "DomainInfo",
     "commandbus.flow.setup.migrate": "SchemaState",
     "commandbus.limits.with_block": "Hold",
+    "commandbus.model.attempt_outcome": "AttemptOutcome",
     "commandbus.model.batch": """
         BatchCancelReport BatchRecord BatchRetryReport BatchStatus CompleteWhen CreatedBatch OnComplete
     """,
@@ -100,6 +102,7 @@ _NAMES = {
     "commandbus.worker.execution.handler_options": "AllHandlerOptions HandlerOptions",
     "commandbus.worker.execution.handlers": "Handler HandlerRegistry handler",
     "commandbus.worker.execution.lazy_transaction": "AsyncTransaction Transaction",
+    "commandbus.worker.execution.lifespan_declarations": "WorkerState",
     "commandbus.worker.health": "HealthState HealthStatus",
     "commandbus.worker.reply_router": "ProcessReplyRouter WorkerOptions",
     "commandbus.worker.worker_options": "StopReport",

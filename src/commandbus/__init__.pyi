@@ -151,6 +151,9 @@ from commandbus.errors import (
     LimitTimeoutError as LimitTimeoutError,
 )
 from commandbus.errors import (
+    MiddlewareError as MiddlewareError,
+)
+from commandbus.errors import (
     MissingPrivilegeError as MissingPrivilegeError,
 )
 from commandbus.errors import (
@@ -200,6 +203,9 @@ from commandbus.errors import (
 )
 from commandbus.errors import (
     UnknownQueueError as UnknownQueueError,
+)
+from commandbus.errors import (
+    WorkerStartError as WorkerStartError,
 )
 from commandbus.flow.breakers.operate import (
     BreakerInfo as BreakerInfo,
@@ -266,6 +272,9 @@ from commandbus.model.api_errors import (
 )
 from commandbus.model.api_errors import (
     raise_for_rate_limit as raise_for_rate_limit,
+)
+from commandbus.model.attempt_outcome import (
+    AttemptOutcome as AttemptOutcome,
 )
 from commandbus.model.batch import (
     BatchCancelReport as BatchCancelReport,
@@ -545,6 +554,9 @@ from commandbus.worker.execution.lazy_transaction import (
 )
 from commandbus.worker.execution.lazy_transaction import (
     Transaction as Transaction,
+)
+from commandbus.worker.execution.lifespan_declarations import (
+    WorkerState as WorkerState,
 )
 from commandbus.worker.health import (
     HealthState as HealthState,

@@ -18,6 +18,11 @@ class ConfigurationError(CommandBusError, ValueError):
     """A setting is missing, malformed or contradicts another one."""
 
 
+class WorkerStartError(CommandBusError):
+    """A function that runs at the start of a worker (`on_start`, `lifespan`) has failed. The worker has claimed
+    nothing."""
+
+
 class EmbeddedPostgresError(CommandBusError):
     """The embedded PostgreSQL could not be found, initialized, started or stopped."""
 
@@ -456,6 +461,13 @@ class TransactionUsedError(PermanentCommandError, CommandBusError):
     """
 
     default_code = "TRANSACTION_USED"
+
+
+class MiddlewareError(PermanentCommandError):
+    """A middleware breaks a rule: it calls `call_next` twice, or without `await`, or not at all around a send. A
+    command whose attempt it was around goes to the troubleshooting queue."""
+
+    default_code = "MIDDLEWARE"
 
 
 class TransactionEndedError(PermanentCommandError):

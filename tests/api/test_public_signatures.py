@@ -46,6 +46,7 @@ FIELDS = {
     "ExceptionTypes of RetryPolicy.retry_on": "an exception type, or several",
     "Data of Step.undo_data": "a function of the state",
     "OnOpen of Breaker.on_open": "two words",
+    "Middleware of Handler.middleware": "checked functions of the registries that it came with",
     "Options of Handler.options": "what the handler asked for, checked",
     "JsonDefault of Handler.json_default": "a function that makes JSON of objects",
     "PayloadParameter of Handler.payload": "how its payload is read",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import contextvars
 import os
 import re
 import shlex
@@ -11,7 +12,7 @@ import subprocess
 import sys
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import psycopg
 import pytest
@@ -62,6 +63,9 @@ def test_every_block_of_the_guide_is_run_by_a_test_here() -> None:
         "bus.wait_all(",
         "SendFailedError",
         "handlers.discover(",
+        "ctx.outcome_of(error)",
+        "@handlers.send_middleware",
+        "@handlers.lifespan",
         "bus.create_batch(",
         "bus.start_process(",
         "bus.signal(",
@@ -427,6 +431,60 @@ def test_several_registries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert names["handlers"].domains == ["billing", "orders"]
     for name in [name for name in sys.modules if name.partition(".")[0] == "shop"]:
         del sys.modules[name]
+
+
+def test_middleware_around_attempts_and_the_life_of_a_worker(
+    bus: CommandBus, database: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Mailer:
+        """What the example connects to."""
+
+        sent: ClassVar[list[Any]] = []
+
+        async def send(self, *what: Any) -> None:
+            self.sent.append(what)
+
+        async def close(self) -> None:
+            self.sent.append("closed")
+
+    async def connect_to_mailer() -> Mailer:
+        return Mailer()
+
+    handlers = HandlerRegistry()
+    names: dict[str, Any] = {"handlers": handlers, "connect_to_mailer": connect_to_mailer}
+    exec(block("python", "@handlers.lifespan"), names)
+    bus.send("orders", "mail", {"to": "ann"})
+    Worker(handlers, database_url=database).run(until_idle=True)
+    assert Mailer.sent == [({"to": "ann"}, 1.1), "closed"]
+    timed = HandlerRegistry()
+    exec(block("python", "ctx.outcome_of(error)"), {"handlers": timed})
+
+    @timed.handler("orders", "ship", retry_policy=RetryPolicy(2, [600], jitter=0))
+    def ship(command: Any, ctx: Any) -> None:
+        if command.data:
+            raise LookupError(command.data)
+
+    bus.send_many("orders", [{"command_type": "ship", "data": data} for data in (None, "no")])
+    with caplog.at_level("INFO", "shop"):
+        Worker(timed, database_url=database).run(until_idle=True)
+    said = sorted(record.getMessage() for record in caplog.records if record.name == "shop")
+    assert said == ["ship: RETRY, again in 600 s", "ship: done in 0.0 s"]
+
+
+def test_the_trace_example_runs(bus: CommandBus, database: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COMMANDBUS_DATABASE_URL", database)
+    handlers, seen = HandlerRegistry(), []
+    handlers.register("orders", "mail", lambda command, ctx: seen.append((command.data, command.headers)))
+    names: dict[str, Any] = {"handlers": handlers}
+
+    def run() -> None:
+        exec(block("python", "@handlers.send_middleware"), names)
+
+    contextvars.copy_context().run(run)
+    Worker(handlers, database_url=database).run(until_idle=True)
+    trace = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
+    assert seen == [({"trace": trace}, {"traceparent": trace})]
+    names["bus"].close()
 
 
 def test_a_send_that_cannot_hang(bus: CommandBus, capsys: pytest.CaptureFixture[str], database: str) -> None:

@@ -21,6 +21,7 @@ from commandbus.worker.execution.attempt import Attempt, Stop, Why
 from commandbus.worker.execution.connections import Borrowed, HandlerConnections
 from commandbus.worker.execution.context import Services
 from commandbus.worker.execution.execute import Ended, Executor, Note
+from commandbus.worker.execution.lifespan_declarations import WorkerState
 from commandbus.worker.health import HealthStatus
 from commandbus.worker.isolation.child_process import ChildProcess
 from commandbus.worker.isolation.isolation import Isolation
@@ -109,6 +110,9 @@ class Lab:
             connections=HandlerConnections(settings, name=f"{WORKER} handlers", size=1),
             max_payload_bytes=settings.max_payload_bytes,
             default_max_attempts=3,
+            state=WorkerState(is_child=False),
+            policy=RetryPolicy(),
+            await_on_loop=lambda attempt, awaitable: (None, None),
             extend=self._extend,
             hold=self._hold,
             release=Attempt.release_row,

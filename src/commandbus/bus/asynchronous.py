@@ -21,6 +21,7 @@ from commandbus.bus.call_listener import LAST_LOOK_SECONDS, WaitingCall, address
 from commandbus.bus.data_access import AsyncDataAccess
 from commandbus.bus.limits import AsyncLimitMethods, LimitClientHolder
 from commandbus.bus.one_body import awaited
+from commandbus.bus.send_middleware import AsyncSendMiddlewareMethods, Chain, Given
 from commandbus.bus.send_within import TimedSend
 from commandbus.bus.sending import CallOptions
 from commandbus.bus.sync import CommandBus
@@ -62,7 +63,9 @@ T = TypeVar("T")
 LATE_SECONDS = 0.2  # extra time, so that the pool's own, clearer error comes first
 
 
-class AsyncCommandBus(AsyncBreakerMethods, AsyncLimitMethods, AsyncWaitMethods, AsyncDataAccess):
+class AsyncCommandBus(
+    AsyncBreakerMethods, AsyncLimitMethods, AsyncWaitMethods, AsyncSendMiddlewareMethods, AsyncDataAccess
+):
     """The bus for async code: the same methods, awaited. One bus belongs to one event loop."""
 
     def __init__(
@@ -72,7 +75,10 @@ class AsyncCommandBus(AsyncBreakerMethods, AsyncLimitMethods, AsyncWaitMethods, 
         pool: AsyncConnectionPool[Any] | None = None,
         settings: Settings | None = None,
         json_default: JsonDefault | None = None,
+        middleware: Given = None,
     ) -> None:
+        if middleware is not None:
+            self._chain = Chain(middleware, "async", "this AsyncCommandBus")
         self._limit_clients = LimitClientHolder()
         self._own_pool: AsyncBusPool | None = None
         self._unfinished: set[asyncio.Task[Any]] = set()  # canceled tasks that nobody waits for any more
@@ -238,11 +244,21 @@ class AsyncCommandBus(AsyncBreakerMethods, AsyncLimitMethods, AsyncWaitMethods, 
             domain, command_type, data = addressed(domain)
         new = NewCommand(
             command_type, data, command_id, correlation_id, max_attempts=max_attempts, headers=headers,
-            expires=expires, on_exhausted=on_exhausted, priority=priority,
+            timeout=timeout, expires=expires, on_exhausted=on_exhausted, priority=priority,
         )  # fmt: skip
         listen_at = partial(address_of, self._database, self.settings, self._lent_pool)
-        call = self._call(cast(str, domain), new, timeout=timeout, wait=wait, conn=conn, listen_at=listen_at)
-        sent = await self._send_call(call)
+        address = cast(str, domain)  # checked when it is prepared
+        begun: list[WaitingCall] = []
+
+        async def send(new: NewCommand) -> SentCommand:
+            begun.append(self._call(address, new, timeout=new.timeout, wait=wait, conn=conn, listen_at=listen_at))
+            return await self._send_call(begun[0])
+
+        sent = await (send(new) if self._chain is None else self._send_one(address, new, send))
+        assert sent is not None  # noqa: S101 - a send has a receipt, or raises
+        if not begun:  # a middleware has returned the receipt of another command
+            return await self.wait(sent, wait=wait)
+        call = begun[0]
         with call.awaiting(sent) as heard:
             try:
                 async with asyncio.timeout(call.remaining()):

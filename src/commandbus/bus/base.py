@@ -61,6 +61,7 @@ class BusBase:
     settings: Settings
     _limit_clients: Any  # a LimitClientHolder
     _own_pool: Any = None
+    _chain: Any = None  # a Chain: what is around its sends
 
     def __init__(
         self,

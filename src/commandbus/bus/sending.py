@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import datetime
 from typing import TYPE_CHECKING, TypedDict, Unpack, cast, overload
 
@@ -62,6 +62,10 @@ class SendMethods(BusBase):
 
         @property
         def commands(self) -> CommandRepository: ...
+
+        def _send_one(
+            self, domain: str, new: NewCommand, send: Callable[[NewCommand], SentCommand]
+        ) -> SentCommand: ...
 
     @abstractmethod
     def _send_within(self, send: TimedSend, conn: object) -> SentCommand: ...
@@ -133,6 +137,11 @@ class SendMethods(BusBase):
             timeout, expires, on_exhausted, unique, unique_while, on_conflict, debounce, max_delay, key_limit, key,
             priority,
         )  # fmt: skip
-        if within is not None:
-            return self._send_within(TimedSend(domain, *self._prepare(domain, new), within), conn)
-        return self.commands.save(domain, new, conn=conn)
+        if within is None:
+            return self.commands.save(domain, new, conn=conn)
+        address, limit = domain, within
+
+        def send(new: NewCommand) -> SentCommand:
+            return self._send_within(TimedSend(address, *self._prepare(address, new), limit), conn)
+
+        return send(new) if self._chain is None else self._send_one(address, new, send)

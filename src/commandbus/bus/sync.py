@@ -20,6 +20,7 @@ from commandbus.bus.call_listener import LAST_LOOK_SECONDS, WaitingCall, address
 from commandbus.bus.data_access import DataAccess
 from commandbus.bus.limits import LimitClientHolder, LimitMethods
 from commandbus.bus.repositories.new_processes import Manager
+from commandbus.bus.send_middleware import Chain, Given, SendMiddlewareMethods
 from commandbus.bus.send_within import TimedSend
 from commandbus.bus.sending import CallOptions, SendMethods
 from commandbus.bus.waiting import WaitMethods
@@ -68,12 +69,13 @@ else:
 T = TypeVar("T")
 
 
-class CommandBus(SendMethods, BreakerMethods, LimitMethods, WaitMethods, DataAccess):
+class CommandBus(SendMethods, BreakerMethods, LimitMethods, WaitMethods, SendMiddlewareMethods, DataAccess):
     """The bus for sync code. Safe to share between threads; close it, or use it as a context manager.
 
     `CommandBus()` takes its database from the settings (environment, commandbus.toml). With `pool=` it uses a
     psycopg pool of the application, and leaves it open. `json_default` makes JSON of objects in payloads that are
-    of a type that is unknown here.
+    of a type that is unknown here. `middleware` is what is around its sends: functions, or a HandlerRegistry with
+    `send_middleware`.
     """
 
     def __init__(
@@ -83,7 +85,10 @@ class CommandBus(SendMethods, BreakerMethods, LimitMethods, WaitMethods, DataAcc
         pool: ConnectionPool[Any] | None = None,
         settings: Settings | None = None,
         json_default: JsonDefault | None = None,
+        middleware: Given = None,
     ) -> None:
+        if middleware is not None:
+            self._chain = Chain(middleware, "sync", "this CommandBus")
         self._limit_clients = LimitClientHolder()
         self._own_pool: BusPool | None = None
         self._has_warned = False
@@ -271,11 +276,20 @@ class CommandBus(SendMethods, BreakerMethods, LimitMethods, WaitMethods, DataAcc
             domain, command_type, data = addressed(domain)
         new = NewCommand(
             command_type, data, command_id, correlation_id, max_attempts=max_attempts, headers=headers,
-            expires=expires, on_exhausted=on_exhausted, priority=priority,
+            timeout=timeout, expires=expires, on_exhausted=on_exhausted, priority=priority,
         )  # fmt: skip
         listen_at = partial(address_of, self._database, self.settings, self._lent_pool)
-        call = self._call(cast(str, domain), new, timeout=timeout, wait=wait, conn=conn, listen_at=listen_at)
-        sent = self._send_call(call)
+        address = cast(str, domain)  # checked when it is prepared
+        begun: list[WaitingCall] = []
+
+        def send(new: NewCommand) -> SentCommand:
+            begun.append(self._call(address, new, timeout=new.timeout, wait=wait, conn=conn, listen_at=listen_at))
+            return self._send_call(begun[0])
+
+        sent = send(new) if self._chain is None else self._send_one(address, new, send)
+        if not begun:  # a middleware has returned the receipt of another command
+            return self.wait(sent, wait=wait)
+        call = begun[0]
         with call.awaiting(sent) as heard:
             try:
                 outcome = heard.result(call.remaining())

@@ -8,7 +8,8 @@
 |      |              | command that `wait` waited for has another outcome than COMPLETED, or none, ...      |
 | 2    | USAGE        | the command line, or a value on it, makes no sense; nothing was done                 |
 | 3    | CONFIGURATION| a setting (also one given as an option of `worker`, or `--database`) is missing,     |
-|      |              | malformed or contradicts another; a registry cannot be loaded                        |
+|      |              | malformed or contradicts another; a registry cannot be loaded, or a function that    |
+|      |              | it runs at the start of a worker (`on_start`) fails                                  |
 | 4    | NOT_FOUND    | no such command, batch, process, domain, limit or schedule                           |
 | 5    | REFUSED      | something forbids it: the state of the command, another one with the same id,        |
 |      |              | missing privileges of the role, or a lock that another transaction holds             |
@@ -48,6 +49,7 @@ from commandbus.errors import (
     UnknownDomainError,
     UnknownLimitError,
     UnknownQueueError,
+    WorkerStartError,
 )
 
 NO_SCHEMA = "this database has no commandbus schema; run `commandbus migrate`"
@@ -77,6 +79,7 @@ class ExitCode(IntEnum):
 
 EXPLAINED: tuple[tuple[type[Exception], ExitCode], ...] = (
     (ConfigurationError, ExitCode.CONFIGURATION),
+    (WorkerStartError, ExitCode.CONFIGURATION),
     (InvalidCommandError, ExitCode.USAGE),
     (UnknownDomainError, ExitCode.NOT_FOUND),
     (UnknownLimitError, ExitCode.NOT_FOUND),

@@ -27,7 +27,13 @@ from typing import Any, Final, NoReturn
 import psycopg
 
 from commandbus.db.descriptors import file_behind
-from commandbus.errors import ConfigurationError, EmbeddedPostgresError, MissingPrivilegeError, SchemaError
+from commandbus.errors import (
+    ConfigurationError,
+    EmbeddedPostgresError,
+    MissingPrivilegeError,
+    SchemaError,
+    WorkerStartError,
+)
 from commandbus.logger import safe_logger
 from commandbus.supervisor import start_message
 from commandbus.supervisor.start_message import StartMessage
@@ -151,6 +157,7 @@ def _work(told: StartMessage, control: Control) -> int:
                 supervisor=told.supervisor,
                 on_state=control.say_state,
                 on_waiting=control.say_waiting,
+                on_doing=lambda doing: control.say("doing", doing=doing),
                 turn=told.turn,
             ),
         )
@@ -175,7 +182,7 @@ def _run(worker: Worker, control: Control) -> StopReport:
 
 
 def _code(error: BaseException) -> int:
-    if isinstance(error, ConfigurationError):
+    if isinstance(error, ConfigurationError | WorkerStartError):
         return CONFIGURATION
     if isinstance(error, MissingPrivilegeError):
         return REFUSED

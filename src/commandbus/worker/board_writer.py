@@ -30,7 +30,8 @@ class BoardWriter:
         self.leave = board.leave
 
     def start(self) -> None:
-        """Notice from now on what handlers change in this process."""
+        """Notice from now on what handlers change in this process. What its start has changed stays."""
+        self._process = OsState()
         self._process.watch()
 
     def enter(self, attempt: Attempt, slot: int) -> None:

@@ -24,7 +24,8 @@ from commandbus.logger import safe_logger
 from commandbus.model.chunk import ChunkOptions
 from commandbus.worker.execution.attempt import Attempt
 from commandbus.worker.execution.chunk import Chunk
-from commandbus.worker.execution.handlers import Handler, HandlerRegistry
+from commandbus.worker.execution.handlers import Handler
+from commandbus.worker.execution.wrapped_handlers import WrappedHandlers
 
 logger = safe_logger("commandbus.worker")
 
@@ -47,7 +48,7 @@ def may_join(attempt: Attempt) -> bool:
 class ChunkGathering:
     """The incomplete chunks of one worker. `push` takes a Chunk, or a single attempt, to the slots."""
 
-    def __init__(self, handlers: HandlerRegistry, *, concurrency: int, push: Callable[[Attempt], None], name: str):
+    def __init__(self, handlers: WrappedHandlers, *, concurrency: int, push: Callable[[Attempt], None], name: str):
         self._push = push
         self._waiting: dict[int, _Gathered] = {
             id(handler): _Gathered(handler.domain, handler.options.chunk)
@@ -236,7 +237,7 @@ class _Mix:
             self.slots_per_row = max(found, (self.slots_per_row + found) / 2)
 
 
-def _mixes(handlers: HandlerRegistry) -> dict[str, _Mix]:
+def _mixes(handlers: WrappedHandlers) -> dict[str, _Mix]:
     """By domain, where there are chunk handlers."""
     mixes = {}
     for domain in handlers.domains:

@@ -40,10 +40,12 @@ from commandbus.worker.execution.concurrency import ConcurrencyBudget
 from commandbus.worker.execution.execute import Ended, Executor, LimitDecides, close_awaitable
 from commandbus.worker.execution.fresh_thread import in_fresh_thread
 from commandbus.worker.execution.slots import Slot, Slots
+from commandbus.worker.execution.wrapped_handlers import WrappedHandlers
 from commandbus.worker.exhaustion import ExhaustedError
 from commandbus.worker.isolation.child_process import ChildProcess
 from commandbus.worker.isolation.isolation import Isolation
 from commandbus.worker.isolation.quarantine import Quarantine
+from commandbus.worker.lifespans import RunningLifespans
 from commandbus.worker.limits import LimitedWork
 from commandbus.worker.lines import line_of
 from commandbus.worker.settler import Settler
@@ -68,6 +70,8 @@ class Dispatcher:
         settings: Settings,
         attempts: AttemptRegistry,
         *,
+        handlers: WrappedHandlers,
+        lifespans: RunningLifespans,
         executor: Executor,
         chunk_executor: ChunkExecutor,
         fencer: Fencer,
@@ -84,7 +88,8 @@ class Dispatcher:
         self.is_claimer_waiting = False  # for room: a slot that becomes free says so
         self.on_room: Callable[[], None] = lambda: None  # set by the claimer
         self.given_back = 0
-        self._handlers = spec.handlers
+        self._handlers = handlers
+        self._lifespans = lifespans
         self._attempts = attempts
         self._held = attempts.held
         self._executor = executor
@@ -97,7 +102,7 @@ class Dispatcher:
         self._unhandled = unhandled
         self._pause = pause
         self._board_writer = board_writer
-        self.chunks = ChunkGathering(spec.handlers, concurrency=settings.concurrency, push=self.push, name=spec.id)
+        self.chunks = ChunkGathering(handlers, concurrency=settings.concurrency, push=self.push, name=spec.id)
         self._chunk_runner = ChunkRunner(
             attempts, chunk_executor, fencer, limited, settler, breakers, may_start=self._may_start
         )
@@ -123,7 +128,7 @@ class Dispatcher:
         self.loop: AsyncSlots | None = None
         self._making_loop = threading.Lock()
         self._spec = spec
-        if any(handler.is_async for handler in spec.handlers):
+        if any(handler.is_async for handler in spec.handlers) or spec.handlers.has_async_lifespans:
             self.loop = self._make_loop()
             self._slots.share_with_others()
             self.loop.share_with_others()
@@ -136,6 +141,8 @@ class Dispatcher:
             first=self.budget.total,
             on_thread=self._show_thread,
             callers_loop=self._spec.callers_loop,
+            renew=self._lifespans.renew if self._spec.handlers.has_async_lifespans else None,
+            on_failed=self._spec.fail,
         )
 
     def start(self) -> None:

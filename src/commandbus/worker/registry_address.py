@@ -18,6 +18,8 @@ from typing import Any, Final
 from commandbus.errors import ConfigurationError
 from commandbus.quick_dataclass import dataclass
 from commandbus.worker.execution.handlers import Handler, HandlerRegistry
+from commandbus.worker.execution.lifespan_declarations import Lifespan
+from commandbus.worker.execution.wrapped_handlers import wrap
 from commandbus.worker.load_handlers import load_registry
 
 MAIN_NAME: Final = "__commandbus_main__"
@@ -97,8 +99,14 @@ class Handlers:
         self._main: dict[str, Any] | None = None
         self._registry = self._load()
 
+    @property
+    def lifespans(self) -> tuple[Lifespan, ...]:
+        """What a process that runs these handlers does at its start and its end."""
+        return self._registry._lifespans
+
     def get(self, domain: str, command_type: str, module: str | None) -> Handler:
-        """The handler. `module` is where the worker found it, which the registry's own module may not import."""
+        """The handler, with its middleware. `module` is where the worker found it, which the registry's own module
+        may not import."""
         found = self._registry.get(domain, command_type)
         if found is None and module is not None:
             self._import(module)
@@ -109,7 +117,7 @@ class Handlers:
                 f"{domain!r}: importing {self._address.module} and {module} does not register it; "
                 f'register it at module level, not below `if __name__ == "__main__":` or in a function'
             )
-        return found
+        return wrap(found, self._registry._middleware)
 
     def _load(self) -> HandlerRegistry:
         if self._address.module != _MAIN:

@@ -19,7 +19,8 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from concurrent.futures import Future
 from typing import Any
 from weakref import WeakSet
 
@@ -46,10 +47,12 @@ from commandbus.worker.execution.connections import Borrowed, HandlerConnections
 from commandbus.worker.execution.context import Services
 from commandbus.worker.execution.execute import Executor, Written
 from commandbus.worker.execution.slots import Slot
+from commandbus.worker.execution.wrapped_handlers import WrappedHandlers
 from commandbus.worker.isolation.isolation import Isolation
 from commandbus.worker.isolation.quarantine import Quarantine
 from commandbus.worker.key_releasing import KeyReleasing
 from commandbus.worker.lease_keeper import LeaseKeeper
+from commandbus.worker.lifespans import RunningLifespans
 from commandbus.worker.limits import LimitedWork
 from commandbus.worker.maintenance import Maintenance, MaintenanceFigures
 from commandbus.worker.memory import resident_megabytes
@@ -64,6 +67,8 @@ from commandbus.worker.worker_options import StopReport, WorkerSpec, identity
 logger = safe_logger("commandbus.worker")
 
 SETTLE_RESERVE_SECONDS = 2.0
+LIFESPANS_SECONDS = 1.0  # what on_stop functions get at least, if attempts have used up the time of the stop
+NOT_STARTED_SECONDS = 1.0
 BRIEF_IDLE_SECONDS = 5.0  # isolated attempts open connections of their own: idle ones here must make room
 
 
@@ -91,6 +96,8 @@ class WorkerRuntime:
             name=spec.id,
         )
         self._connections = self._make_connections()
+        self._lifespans = RunningLifespans(spec.handlers._lifespans, self._on_loop)
+        self._handlers = WrappedHandlers(spec.handlers)
         self._limited = self._make_limited()
         self._breakers = WorkerBreakers(settings, spec.domains)
         self._unhandled = UnhandledTypes(settings, spec.id, spec.domains, spec.handlers)
@@ -100,7 +107,7 @@ class WorkerRuntime:
             services,
             spec.policy,
             settings.timeouts,
-            spec.handlers,
+            self._handlers,
             spec.health,
             running=running,
             on_failed=self._breakers.failed,
@@ -162,7 +169,7 @@ class WorkerRuntime:
             services,
             spec.policy,
             self._settings.timeouts,
-            spec.handlers,
+            self._handlers,
             spec.health,
             running=Everything(),  # whether their chunk still runs is asked before they are judged
             on_failed=self._breakers.failed,
@@ -200,6 +207,9 @@ class WorkerRuntime:
             max_extension=self._settings.max_extension,
             progress=self._note_progress,
             limits=self._limited,
+            state=self._lifespans.state,
+            policy=self._spec.policy,
+            await_on_loop=self._await_on_loop,
         )
 
     def _make_limited(self) -> LimitedWork:
@@ -266,6 +276,8 @@ class WorkerRuntime:
             self._spec,
             self._settings,
             self.attempts,
+            handlers=self._handlers,
+            lifespans=self._lifespans,
             executor=self._executor,
             chunk_executor=self._chunk_executor,
             fencer=self._fencer,
@@ -327,13 +339,16 @@ class WorkerRuntime:
 
     # --- start, drain and stop ----------------------------------------------------------------------------------
 
-    def start(self) -> None:
-        """Start all threads."""
+    def start(self) -> bool:
+        """Run what the registry declares for the start, and start all threads. False if it was asked to stop
+        meanwhile."""
         _started.add(self)
+        self.dispatcher.start()
+        if not self._start_lifespans():
+            return False
         if self._board_writer is not None:
             self._board_writer.start()
         self._isolation.start()
-        self.dispatcher.start()
         self.settler.start()
         self._keeper.start()
         self._maintenance.start()
@@ -344,6 +359,25 @@ class WorkerRuntime:
         self.ladder.start()
         self._spec.health.watch_threads(self._look_at_threads)
         self._claimer.start()
+        return True
+
+    def _start_lifespans(self) -> bool:
+        if not self._lifespans.is_empty and self._spec.supervision is not None:
+            self._spec.supervision.on_doing("running on_start functions")
+        is_started = False
+        try:
+            is_started = self._lifespans.start(is_stopping=self._spec.is_stopping)
+        finally:
+            if not is_started:
+                self.dispatcher.stop(monotonic() + NOT_STARTED_SECONDS)
+                self._connections.close()
+                if self._running_file is not None:
+                    self._running_file.remove()
+        return is_started
+
+    def _on_loop(self, coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
+        assert self.dispatcher.loop is not None  # noqa: S101 - made for these
+        return self.dispatcher.loop.submit(coroutine)
 
     @property
     def state(self) -> State:
@@ -423,6 +457,8 @@ class WorkerRuntime:
         self._limited.flush(max(0.1, min(reserve / 2, deadline - monotonic() - reserve / 4)))
         self.settler.close(max(0.1, deadline - monotonic() - reserve / 4))
         unwritten = max(0, len(self.attempts.held) - left)
+        for_stop = 0.0 if hurry() else deadline - monotonic() - reserve / 4
+        self._lifespans.stop(max(LIFESPANS_SECONDS, for_stop))
         self.dispatcher.stop(deadline - 0.2)
         self._isolation.close(max(0.1, deadline - monotonic()))
         self._limited.stop(max(0.1, deadline - monotonic()))

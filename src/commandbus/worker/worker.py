@@ -159,13 +159,12 @@ class Worker:
         self._is_starting = True
         try:
             self._refuse_idle_domains()
+            self._handlers.check_middleware(item for item in self._handlers if item.domain in self.domains)
             settings = self._database.resolve()
             if not self._await_database(settings):
-                logger.info("worker %s stops (%s) before it has started", self.id, self._stop_reason)
-                self._was_stopped = True
-                self._database.close()
-                return False
-            self._start_runtime(settings)
+                return self._did_not_start()
+            if not self._start_runtime(settings):
+                return self._did_not_start()
         except BaseException as error:
             self._database.close()
             clear = explained(error, self._role)
@@ -175,6 +174,12 @@ class Worker:
         finally:
             self._is_starting = False
         return True
+
+    def _did_not_start(self) -> bool:
+        logger.info("worker %s stops (%s) before it has started", self.id, self._stop_reason)
+        self._was_stopped = True
+        self._database.close()
+        return False
 
     def _refuse_idle_domains(self) -> None:
         """Refuse a domain without any handler: the worker could only park its commands. Refuse a handler whose
@@ -207,7 +212,7 @@ class Worker:
         if self._supervision is not None:
             self._supervision.on_waiting(reason)
 
-    def _start_runtime(self, settings: Settings) -> None:
+    def _start_runtime(self, settings: Settings) -> bool:
         spec = WorkerSpec(
             id=self.id,
             domains=self.domains,
@@ -220,10 +225,13 @@ class Worker:
             health=self.health_status,
             fail=self.fail,
             request_stop=self.request_stop,
+            is_stopping=self._stop_asked.is_set,
             callers_loop=self._callers_loop,
         )
-        self._runtime = WorkerRuntime(spec, settings)
-        self._runtime.start()
+        runtime = WorkerRuntime(spec, settings)
+        if not runtime.start():
+            return False
+        self._runtime = runtime
         self._say_if_pool_is_capped(settings)
         logger.info(
             "worker %s runs %d handlers for %s with %d slots",
@@ -232,6 +240,7 @@ class Worker:
             ", ".join(self.domains),
             settings.concurrency,
         )
+        return True
 
     def _say_if_pool_is_capped(self, settings: Settings) -> None:
         moves_processes = any(item.is_router and item.domain in self.domains for item in self._handlers)

@@ -26,7 +26,7 @@ ROUTER_SLOTS: Final = 2
 @dataclass(frozen=True, slots=True)
 class Supervision:
     """What connects a worker to its supervisor: the board, its id, a callback for a new state and its reason, and
-    a callback for what its start waits for.
+    callbacks for what its start waits for, and for what it does.
 
     `turn` is the descriptor of a file that all its workers share: whoever has locked it may run a command
     that was lost before.
@@ -36,6 +36,7 @@ class Supervision:
     supervisor: str
     on_state: Callable[[str, str], None]
     on_waiting: Callable[[str], None] = lambda _: None
+    on_doing: Callable[[str], None] = lambda _: None
     turn: int | None = None
 
 
@@ -54,6 +55,7 @@ class WorkerSpec:
     health: HealthStatus
     fail: Callable[[BaseException], None]
     request_stop: Callable[[str], None]
+    is_stopping: Callable[[], bool] = lambda: False  # was it asked to stop?
     callers_loop: asyncio.AbstractEventLoop | None = None  # where async handlers run, if not on a loop of ours
 
 

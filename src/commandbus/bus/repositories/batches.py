@@ -98,15 +98,23 @@ class BatchRepository(Repository):
         that have none of their own: with "fail", members whose attempts are used up are FAILED for good, and do
         not wait for a person.
         """
-        operation = _create(
-            self._bus, domain, commands, batch_id=batch_id, name=name, custom_data=custom_data,
-            on_complete=on_complete, is_open=is_open, complete_when=complete_when, on_exhausted=on_exhausted,
-        )  # fmt: skip
-        return self._bus.run(then(operation, lambda made: given_by(self._bus, made)), conn)
+
+        def make(commands: Commands) -> Operation[CreatedBatch]:
+            operation = _create(
+                self._bus, domain, commands, batch_id=batch_id, name=name, custom_data=custom_data,
+                on_complete=on_complete, is_open=is_open, complete_when=complete_when, on_exhausted=on_exhausted,
+            )  # fmt: skip
+            return then(operation, lambda made: given_by(self._bus, made))
+
+        return self._bus._send_all(domain, commands, make, conn)  # type: ignore[no-any-return]
 
     def add(self, domain: str, batch_id: str, commands: Commands, *, conn: object = None) -> int:
         """Send commands as members of an open batch, all or none. Returns how many."""
-        return self._bus.run(_add(self._bus, domain, batch_id, commands), conn)
+
+        def make(commands: Commands) -> Operation[int]:
+            return _add(self._bus, domain, batch_id, commands)
+
+        return self._bus._send_all(domain, commands, make, conn)  # type: ignore[no-any-return]
 
     def close(self, domain: str, batch_id: str, *, conn: object = None) -> bool:
         """Close an open batch, so that it can end. Returns False if it was closed already."""

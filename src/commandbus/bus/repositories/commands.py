@@ -45,7 +45,10 @@ class CommandRepository(Repository):
 
     def save(self, domain: str, command: NewCommand, *, conn: object = None) -> SentCommand:
         """Send a command. A second send of the same `command_id` with the same content changes nothing."""
-        return self._bus.run(self._bus._send(domain, command), conn)
+        bus = self._bus
+        if bus._chain is not None:
+            return bus._send_one(domain, command, lambda new: bus.run(bus._send(domain, new), conn))
+        return bus.run(bus._send(domain, command), conn)
 
     def save_many(
         self,
@@ -60,6 +63,8 @@ class CommandRepository(Repository):
         Each chunk is sent as a whole or not at all; with `conn`, all commands are.
         """
         sent: list[SentCommand] = []
+        if self._bus._chain is not None:
+            commands = self._bus._through(domain, commands)
         chunks = self._bus._chunks(domain, commands, chunk_size)
         if conn is not None:
             for chunk in chunks:
@@ -324,6 +329,8 @@ class AsyncCommandRepository(AsyncRepository):
         Each chunk is sent as a whole or not at all; with `conn`, all commands are.
         """
         sent: list[SentCommand] = []
+        if self._bus._chain is not None:
+            commands = await self._bus._through(domain, commands)
         chunks = self._bus._chunks(domain, commands, chunk_size)
         for chunk in chunks:
             receipts = await self._bus.run(chunk, conn)

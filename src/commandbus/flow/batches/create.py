@@ -273,7 +273,7 @@ class Fingerprint:
         for item in outgoing:
             self.add(
                 item.command_id if item.has_own_id else None, item.command_type, send.canonical(item.data),
-                send.canonical(item.headers), item.correlation_id, item.reply_to, item.max_attempts,
+                send.content_of_headers(item.headers), item.correlation_id, item.reply_to, item.max_attempts,
                 item.timeout_seconds, item.on_exhausted,
             )  # fmt: skip
             yield item

@@ -793,6 +793,14 @@ CREATE FUNCTION commandbus.bands() RETURNS SETOF interval LANGUAGE sql IMMUTABLE
     VALUES (interval '0'), (interval '-8766000 hours'), (interval '8766000 hours')
 $$;
 
+-- What of the headers is content: all but those of W3C Trace Context, which say where a send came from.
+CREATE FUNCTION commandbus.content_of_headers(h json) RETURNS text
+    LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp AS $$
+    SELECT CASE WHEN json_typeof(h) = 'object'
+                THEN nullif(h::jsonb - ARRAY['traceparent', 'tracestate', 'baggage'], '{}'::jsonb)::text
+                ELSE h::text END
+$$;
+
 -- Compares commands with what is to be sent under their ids: `difference` names the first field that differs. It does not
 -- show what the field holds. Index: command_domain_command_id_key.
 CREATE FUNCTION commandbus.compare_commands(p_domain text, p_rows json)
@@ -809,7 +817,8 @@ BEGIN
                 WHEN c.max_attempts IS DISTINCT FROM x.m THEN 'max_attempts'
                 WHEN c.timeout IS DISTINCT FROM x.o THEN 'timeout'
                 WHEN c.on_exhausted IS DISTINCT FROM x.f THEN 'on_exhausted'
-                WHEN NOT commandbus.is_same_json(c.headers, x.h) THEN 'headers' END
+                WHEN commandbus.content_of_headers(c.headers)
+                     IS DISTINCT FROM commandbus.content_of_headers(x.h) THEN 'headers' END
       FROM json_to_recordset(p_rows) AS x(i text, t text, m integer, c text, r text, h json, d json, o float8, f text)
      CROSS JOIN LATERAL (
            SELECT * FROM commandbus.command k WHERE k.domain = p_domain AND k.command_id = x.i OFFSET 0) c;

@@ -10,13 +10,16 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from commandbus.worker.execution import chunk_handlers, lazy_transaction
+from commandbus.model import middleware
+from commandbus.worker.execution import chunk_handlers, lazy_transaction, wrapped_handlers
 from commandbus.worker.execution.handler_options import TransactionOption
 from commandbus.worker.execution.handler_signature import CallForm
 from commandbus.worker.execution.lazy_transaction import in_async_transaction, in_transaction
 from commandbus.worker.execution.payload_parameter import PayloadParameter
 
-OURS = frozenset({__file__, lazy_transaction.__file__, chunk_handlers.__file__})
+OURS = frozenset(
+    module.__file__ for module in (lazy_transaction, chunk_handlers, middleware, wrapped_handlers)
+) | {__file__}
 """Frames of these files are left out of the tracebacks of handlers."""
 
 Adapter = Callable[[Any, Any], Any]

@@ -2,16 +2,18 @@
 
 If an attempt swallows its cancellation, its slot gets a new task. If a handler blocks the loop itself, a cancel
 never arrives: then the whole loop is abandoned, and a new one is started. A loop of the application cannot be
-replaced: there the slots begin anew when it runs again.
+replaced: there the slots begin anew when it runs again. Before a new loop runs attempts, the async `on_start`
+functions run there again (`renew`).
 """
 
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextvars
 import threading
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
 from commandbus.logger import safe_logger
@@ -43,6 +45,8 @@ class AsyncSlots:
         first: int,
         on_thread: Callable[[int], None],
         callers_loop: asyncio.AbstractEventLoop | None = None,
+        renew: Callable[[], Awaitable[None]] | None = None,
+        on_failed: Callable[[BaseException], None] = lambda _: None,
     ) -> None:
         self.is_hungry = False
         self.waiting: deque[Attempt] = deque()
@@ -54,6 +58,8 @@ class AsyncSlots:
         self.on_thread = on_thread
         self._name = name
         self._callers_loop = callers_loop
+        self._renew = renew  # what a new loop awaits before it runs attempts
+        self.on_failed = on_failed
         self._stopping = False
         self.moving = threading.Lock()  # guards the budget: the loop's thread uses it, the ladder returns it
         self._loop = self._make_loop()
@@ -67,6 +73,10 @@ class AsyncSlots:
     def start(self) -> None:
         """Start the loop and its slots."""
         self._loop.start()
+
+    def submit(self, coroutine: Coroutine[Any, Any, Any]) -> concurrent.futures.Future[Any]:
+        """Run a coroutine on the loop, beside the attempts; from any thread."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop.loop)
 
     def share_with_others(self) -> None:
         """There are other slots, too: check whether they need a part of the concurrency."""
@@ -134,6 +144,7 @@ class AsyncSlots:
             return
         try:
             fresh = self._make_loop()
+            fresh.prepare = self._renew
             fresh.start()
         except (RuntimeError, OSError) as error:
             if not self._loop.is_missed:

@@ -91,6 +91,10 @@ class _ChunkContext(_Context):
 
     attempt_number = max_attempts = internal_id = attempt
 
+    def outcome_of(self, error: BaseException | None) -> NoReturn:  # noqa: ARG002
+        """Not for chunks."""
+        raise TypeError("ctx.outcome_of is not for chunks: each command of a chunk has an outcome of its own")
+
     def attempt_of(self, command: Command) -> int:
         """Which of its `max_attempts` this is for one of the commands: 1, 2, …"""
         for member in self._attempt.each:

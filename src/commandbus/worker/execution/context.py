@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager, contextmanager
 from datetime import UTC, datetime, timedelta
@@ -41,18 +41,22 @@ from commandbus.flow.commands.settle import settle, settle_one
 from commandbus.flow.operation import Operation, Statement, Steps, operation
 from commandbus.limits.with_block import Hold, async_block, check_block_times, sync_block
 from commandbus.model import payload
+from commandbus.model.attempt_outcome import AttemptOutcome
 from commandbus.model.command import Command
 from commandbus.model.durations import Duration, format_seconds, parse_seconds
 from commandbus.model.json_values import JsonValue
 from commandbus.model.limit import WAIT_SECONDS
+from commandbus.model.retry import RetryPolicy
 from commandbus.model.safe_text import escaped
 from commandbus.model.snooze import Snooze
 from commandbus.model.timeouts import SHORTEST
 from commandbus.quick_dataclass import dataclass
 from commandbus.worker.execution.attempt import CHILD_LATE, NEVER, Attempt, Scope, Stop
 from commandbus.worker.execution.connections import HandlerConnections
+from commandbus.worker.execution.foresee import foresee
 from commandbus.worker.execution.handler_permits import AsyncBlock, HandlerPermits, PermitProvider
 from commandbus.worker.execution.handlers import Handler
+from commandbus.worker.execution.lifespan_declarations import WorkerState
 from commandbus.worker.execution.one_transaction import OneTransaction
 
 C = TypeVar("C")
@@ -86,6 +90,10 @@ class Services:
     """Stores what `heartbeat` was told (JSON text), soon."""
     limits: PermitProvider
     """Permits of limits, for blocks of handlers' code."""
+    state: WorkerState
+    policy: RetryPolicy
+    """The policy of handlers that have none of their own."""
+    await_on_loop: Callable[[Attempt, Awaitable[Any]], tuple[Any, BaseException | None]]
 
 
 def dump_result(result: Any, max_bytes: int, handler: Handler | None = None) -> str:
@@ -183,6 +191,17 @@ class _Context:
     def worker(self) -> str:
         """The id of the worker that runs this."""
         return self._services.worker
+
+    @property
+    def state(self) -> WorkerState:
+        """What the functions of `handlers.on_start` and `handlers.lifespan` made, for all attempts of this
+        process."""
+        return self._services.state
+
+    def outcome_of(self, error: BaseException | None) -> AttemptOutcome:
+        """Returns what will become of the command if this attempt raises `error` (None: if it returns), for
+        middleware. Until the attempt has ended, a person, a deadline or a limit may still decide otherwise."""
+        return foresee(self._attempt, error, self._services.policy)
 
     @property
     def log(self) -> logging.LoggerAdapter[logging.Logger]:
@@ -513,6 +532,17 @@ class HandlerContext(_Context):
         finally:
             self._attempt.extras.is_completing = False
             self._release_row()
+
+    def _finish(self, awaitable: Awaitable[Any]) -> Any:
+        """Run what its handler returned to its end, on the event loop, while this thread waits."""
+        become_async(self)
+        try:
+            result, error = self._services.await_on_loop(self._attempt, awaitable)
+        finally:
+            self.__class__ = HandlerContext  # middleware goes on in this thread
+        if error is not None:
+            raise error
+        return result
 
     def _hold(self, level: IsolationLevel) -> None:
         if not self._await_lease(self._ask_to_hold(level)):

@@ -9,12 +9,11 @@ shutdown, or the loss of its lease.
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import logging
 import random
 import traceback
-from collections.abc import Awaitable, Callable, Container
+from collections.abc import Awaitable, Callable, Container, Iterable
 from contextlib import suppress
 from dataclasses import replace
 from types import TracebackType
@@ -25,7 +24,6 @@ from psycopg_pool import PoolTimeout
 
 from commandbus.clock import epoch, monotonic
 from commandbus.errors import (
-    AttemptCanceledError,
     AttemptFencedError,
     BusinessRuleException,
     DeadlineExceededError,
@@ -66,7 +64,8 @@ from commandbus.worker.execution.context import (
     become_async,
     dump_result,
 )
-from commandbus.worker.execution.handlers import HandlerRegistry
+from commandbus.worker.execution.foresee import CANCELLATIONS
+from commandbus.worker.execution.handlers import Handler
 from commandbus.worker.exhaustion import ExhaustedError
 from commandbus.worker.health import HealthStatus
 from commandbus.worker.isolation.remote_errors import API, RULING
@@ -79,16 +78,6 @@ _LEVELS = {Verdict.BUSINESS_RULE: logging.INFO, Verdict.FAILED: logging.ERROR} |
     for verdict, status in STATUS_AFTER.items()
     if status is CommandStatus.IN_TROUBLESHOOTING_QUEUE
 }
-
-CANCELLATIONS = (
-    asyncio.CancelledError,
-    AttemptCanceledError,
-    TimeoutError,
-    PoolTimeout,
-    pg.QueryCanceled,
-    pg.AdminShutdown,
-)
-"""What a handler raises when it gives in: to us, or because we canceled its query."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +127,7 @@ class Executor:
         services: Services,
         policy: RetryPolicy,
         timeouts: Timeouts,
-        handlers: HandlerRegistry,
+        handlers: Iterable[Handler],
         health: HealthStatus,
         *,
         running: Container[Attempt],

@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Awaitable, Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, Unpack, overload
 
@@ -24,6 +24,7 @@ from commandbus.model.batch import ADDRESSES
 from commandbus.model.command import Command
 from commandbus.model.command_class import check_json_default, require_address
 from commandbus.model.limit import Limit
+from commandbus.model.middleware import Middleware
 from commandbus.model.names import check_domain, check_type
 from commandbus.model.retry import RetryPolicy
 from commandbus.processes.manager import BaseProcessManager, check_manager
@@ -36,8 +37,11 @@ from commandbus.worker.execution.handler_options import (
     declared_limits,
 )
 from commandbus.worker.execution.handler_signature import CallForm, call_form, own_signature
+from commandbus.worker.execution.lifespan_declarations import LifespanDeclarations
+from commandbus.worker.execution.middleware_declarations import MiddlewareDeclarations
 from commandbus.worker.execution.payload_parameter import PayloadParameter, payload_parameter, refuse_typed_chunk
 from commandbus.worker.execution.schedule_declarations import ScheduleDeclarations
+from commandbus.worker.execution.wrapped_handlers import run_to_end, wrap
 
 if TYPE_CHECKING:
     from commandbus.model.to_json import JsonDefault
@@ -61,6 +65,7 @@ class Handler:
     many: Callable[..., Any] | None = None  # of a chunk handler: takes a list; `function` takes one of it
     payload: PayloadParameter | None = None  # how its payload is read, if it does not take the command
     json_default: JsonDefault | None = None  # makes JSON of its result
+    middleware: tuple[Middleware, ...] = ()  # of the registries that it was included from; the first is outermost
 
     @property
     def retry_policy(self) -> RetryPolicy | None:
@@ -107,14 +112,16 @@ class _Address(NamedTuple):
         return cls(check_domain(domain), check_type(command_type))
 
 
-class HandlerRegistry(ScheduleDeclarations):
+class HandlerRegistry(ScheduleDeclarations, MiddlewareDeclarations, LifespanDeclarations):
     """Handlers by (domain, command_type). Filled at import time, read by workers.
 
     `json_default`: makes JSON of what handlers return, if that is of a type that is unknown here.
     """
 
     def __init__(self, *, json_default: JsonDefault | None = None) -> None:
-        super().__init__()
+        ScheduleDeclarations.__init__(self)
+        MiddlewareDeclarations.__init__(self)
+        LifespanDeclarations.__init__(self)
         self._json_default = check_json_default(json_default)
         self._handlers: dict[tuple[str, str], Handler] = {}
         self._limits: dict[str, Limit] = {}
@@ -239,7 +246,7 @@ class HandlerRegistry(ScheduleDeclarations):
         return self._handlers.get((domain, command_type))
 
     def dispatch(self, command: Command, context: Any) -> Any:
-        """Call the handler of a command with this context, in this thread, and return its result.
+        """Call the handler of a command with this context and its middleware, in this thread; returns its result.
 
         What is awaitable is run to its end on an event loop of its own. For tests and for programs that have no
         worker: nothing is leased, bounded in time or settled. A command without a handler is
@@ -248,8 +255,9 @@ class HandlerRegistry(ScheduleDeclarations):
         found = self.get(command.domain, command.command_type)
         if found is None:
             raise UnknownCommandTypeError(command.domain, command.command_type)
+        found = wrap(found, self._middleware)
         result = found.function(command, context) if found.takes_command else found.function(context)
-        return _run_to_end(result) if inspect.isawaitable(result) else result
+        return run_to_end(result) if inspect.isawaitable(result) else result
 
     def resolve(self) -> None:
         """Resolve the types of all payloads. Workers do that when they start; ConfigurationError names the first
@@ -326,12 +334,3 @@ def _is_async(function: Callable[..., Any]) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
         getattr(function, "__call__", None)  # noqa: B004 - a callable object may have an async __call__
     )
-
-
-def _run_to_end(result: Awaitable[Any]) -> Any:
-    import asyncio  # a module of handlers is imported by programs that need none
-
-    async def finish() -> Any:
-        return await result
-
-    return asyncio.run(finish())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pkgutil
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from types import ModuleType
 
 from commandbus.errors import ConfigurationError, DuplicateHandlerError
@@ -20,11 +21,13 @@ def include(registry: HandlerRegistry, *others: HandlerRegistry) -> None:
     trial = HandlerRegistry()
     trial._handlers, trial._limits = dict(registry._handlers), dict(registry._limits)
     trial._schedules = dict(registry._schedules)
+    trial._send_middleware, trial._lifespans = registry._send_middleware, registry._lifespans
     for other in others:
         if not isinstance(other, HandlerRegistry):
             raise TypeError(f"include takes a HandlerRegistry, not {other!r:.80}")
         _take_over(trial, other)
     registry._handlers, registry._limits, registry._schedules = trial._handlers, trial._limits, trial._schedules
+    registry._send_middleware, registry._lifespans = trial._send_middleware, trial._lifespans
 
 
 def _take_over(trial: HandlerRegistry, other: HandlerRegistry) -> None:
@@ -34,11 +37,13 @@ def _take_over(trial: HandlerRegistry, other: HandlerRegistry) -> None:
                 f"command_type {new.command_type!r} of domain {new.domain!r} has two handlers: {existing.name}, "
                 f"and {new.name} of a registry that is included; remove one of them"
             )
-        trial._handlers[key] = new
+        trial._handlers[key] = replace(new, middleware=(*other._middleware, *new.middleware))
     for limit in other.limits:
         trial.declare_limit(limit)
     for schedule in other.schedules:
         trial.declare_schedule(schedule)
+    trial._adopt_middleware(other)
+    trial._adopt_lifespans(other)
 
 
 def discover(registry: HandlerRegistry, names: Sequence[str]) -> None:

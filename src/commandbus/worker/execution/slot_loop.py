@@ -95,6 +95,7 @@ class SlotLoop:
         self.is_retired = False
         self.is_copy = False
         self.is_missed = False  # was it logged that there is no new loop instead of it?
+        self.prepare: Callable[[], Awaitable[None]] | None = None  # awaited before its slots are made
         self._idle: deque[tuple[AsyncSlot, asyncio.Future[None]]] = deque()
         self._wake_asked = False
         self._ready = threading.Event()
@@ -180,13 +181,31 @@ class SlotLoop:
             self.replace(slot)
 
     def _begin(self) -> None:
-        """On the loop's thread: make the slots."""
+        """On the loop's thread: make the slots, now or when it is prepared."""
         self._clean = contextvars.copy_context()
+        if self.prepare is None:
+            self._make_slots()
+        else:
+            self.loop.call_later(0, self._start_preparing)  # when nobody waits for the start of this loop any more
+        self._beat()
+
+    def _make_slots(self) -> None:
         lane = self.lane
         for index in range(lane.first, lane.first + lane.budget.total):
             lane.on_thread(index)
             self.add_slot(index)
-        self._beat()
+
+    def _start_preparing(self) -> None:
+        self._preparing = self.loop.create_task(self._prepare())
+
+    async def _prepare(self) -> None:
+        try:
+            if self.prepare is not None:
+                await self.prepare()
+        except Exception as error:  # noqa: BLE001 - without it, no attempt can run here
+            self.lane.on_failed(error)
+        else:
+            self._make_slots()
 
     def _serve(self) -> None:
         asyncio.set_event_loop(self.loop)

@@ -34,9 +34,10 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, Final
 
 from psycopg import Connection
@@ -62,12 +63,14 @@ from commandbus.worker.isolation.child_setup import adopt_orphans, collect_garba
 from commandbus.worker.isolation.descendants import reap_adopted
 from commandbus.worker.isolation.limit_relay import ChildLimits
 from commandbus.worker.isolation.remote_errors import describe_error
+from commandbus.worker.lifespans import RunningLifespans
 from commandbus.worker.logs import extras
 from commandbus.worker.os_state import OsState
 from commandbus.worker.registry_address import Address, Handlers
 
 TICK_SECONDS: Final = 0.25
 ANSWER_SECONDS: Final = 5.0
+STOP_SECONDS: Final = 1.5  # the worker kills a child process that takes two seconds to end
 _LONGEST_LOG: Final = 65536
 _OURS: Final = {__file__, fresh_thread.__file__, *adapters.OURS}
 
@@ -181,6 +184,8 @@ class Isolated:
         try:
             self._prepare(start)
             handlers = Handlers(Address(**start["address"]))
+            self._lifespans = RunningLifespans(handlers.lifespans, self._run_alone, is_child=True)
+            self._lifespans.start()
         except BaseException as error:  # noqa: BLE001 - whatever the user's modules raise, SystemExit too
             return self._cannot_start(error)
         for wanted in start["handlers"]:
@@ -202,6 +207,7 @@ class Isolated:
             reap_adopted()
             self._current = None
             self._channel.send({"k": "ended", "n": run.number, **ended})
+        self._lifespans.stop(STOP_SECONDS)
         return 0
 
     def _cannot_start(self, error: BaseException) -> int:
@@ -247,6 +253,9 @@ class Isolated:
             max_extension=self._settings.max_extension,
             progress=self._progress,
             limits=self._limits,
+            state=self._lifespans.state,
+            policy=replace(self._settings.retry_policy, max_attempts=self._start["default_max_attempts"]),
+            await_on_loop=lambda _, awaitable: (self._run_on_loop(run, lambda: awaitable), None),
         )
         try:
             attempt.handler = handlers.get(attempt.domain, attempt.command_type, run.module)
@@ -287,19 +296,32 @@ class Isolated:
 
     def _run_on_loop(self, run: Run, call: Callable[[], Awaitable[Any]]) -> Any:
         """On a loop that lives as long as the process: clients that are bound to their loop can be kept."""
-        if self._loop is None:
-            self._loop = asyncio.new_event_loop()
-            with suppress(AttributeError):  # a loop that is no Python object has a clock of its own
-                self._loop.time = monotonic  # type: ignore[method-assign]
-        task = self._loop.create_task(self._awaited(call))
+        loop = self._the_loop()
+        task = loop.create_task(self._awaited(call))
         run.attach(task)
         try:
-            result, error = self._loop.run_until_complete(task)
+            result, error = loop.run_until_complete(task)
         finally:
             run.detach()
         if error is not None:
             raise error
         return result
+
+    def _the_loop(self) -> asyncio.AbstractEventLoop:
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            with suppress(AttributeError):  # a loop that is no Python object has a clock of its own
+                self._loop.time = monotonic  # type: ignore[method-assign]
+        return self._loop
+
+    def _run_alone(self, coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
+        """Run an on_start or on_stop function to its end: no attempt runs meanwhile."""
+        done: Future[Any] = Future()
+        try:
+            done.set_result(self._the_loop().run_until_complete(coroutine))
+        except BaseException as error:  # noqa: BLE001 - its caller asks for it
+            done.set_exception(error)
+        return done
 
     @staticmethod
     async def _awaited(call: Callable[[], Awaitable[Any]]) -> tuple[Any, BaseException | None]:
