@@ -21,8 +21,11 @@ from commandbus import (
     Saga,
     Settings,
     Worker,
+    nested,
     parallel,
+    sleep,
     step,
+    wait_for,
 )
 
 LEDGER = (
@@ -40,10 +43,15 @@ ENTRIES = {
     "recall": ("parcels", 1),
 }
 UNDONE_BY = {"reserve": "release", "charge": "refund", "label": "unlabel", "ship": "recall"}
+prepare = Saga(
+    "prepare", parallel(step("charge", "orders", undo="refund"), step("label", "orders", undo="unlabel"))
+)
 order = Saga(
     "order",
     step("reserve", "orders", undo="release"),
-    parallel(step("charge", "orders", undo="refund"), step("label", "orders", undo="unlabel")),
+    wait_for("ok", deadline="1h"),
+    nested("prepare", prepare),
+    sleep("10ms"),
     step("ship", "orders", undo="recall"),
 )
 
@@ -76,13 +84,14 @@ def main() -> None:
     kind, settings = sys.argv[1], Settings(**json.loads(sys.argv[2]))
     policy = RetryPolicy(max_attempts=settings.max_attempts, backoff_schedule=[0.05], jitter=0)
     if kind == "router":
-        ProcessReplyRouter([order], settings=settings, retry_policy=policy).run()
+        ProcessReplyRouter([order, prepare], settings=settings, retry_policy=policy).run()
         return
     handlers = HandlerRegistry()
     for name in ENTRIES:
         handlers.register("orders", name, handle)
     if kind == "all":
         handlers.register_process(order)
+        handlers.register_process(prepare)
     Worker(handlers, settings=settings, retry_policy=policy).run()
 
 
