@@ -12,6 +12,7 @@ from commandbus import (
     CommandBus,
     DuplicateBatchError,
     DuplicateProcessError,
+    DuplicateSignalError,
     InvalidCommandError,
     Limit,
     NewCommand,
@@ -112,6 +113,21 @@ def test_a_producer_learns_of_a_duplicate_only_that_it_differs(others: Bus, acti
     assert not producer.start_process("order", {"card": 1}, process_id="p", domain="orders").created
     with pytest.raises(DuplicateProcessError, match="data"):
         producer.start_process("order", {"card": 1.0}, process_id="p", domain="orders")
+
+
+def test_a_producer_can_send_signals_but_no_other_message(others: Bus, acting: Roles) -> None:
+    producer = acting("producer")
+    others.start_process("order", {"card": 1}, process_id="p", domain="orders")
+    forged = """'{"event": "reply", "step": 1, "reply": {"outcome": "SUCCESS"}, "name": "ok", "process": "q"}'"""
+    producer.run(raw(f"SELECT * FROM commandbus.signal_process('orders', 'p', 'forged', {forged})"))
+    stored = others.get_command("orders", "forged").data
+    assert (stored["event"], stored["name"], stored["process"]) == ("signal", "ok", "p")
+    assert stored.keys() == {"event", "process", "name", "signal_id", "by", "reason", "data"}
+    assert producer.signal("orders", "p", "ok", signal_id="s").created
+    with pytest.raises(DuplicateSignalError):
+        producer.signal("orders", "p", "other", signal_id="s")
+    rows = producer.run(raw("SELECT * FROM commandbus.signal_process('orders', 'p', 'secret', '{}')"))
+    assert rows[0][1] == "other: it is no signal", "somebody's command stays as it is"
 
 
 def test_a_producer_asks_what_became_of_what_it_can_name(others: Bus, acting: Roles) -> None:

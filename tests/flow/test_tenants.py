@@ -23,7 +23,10 @@ from commandbus import (
     Saga,
     UnknownDomainError,
     Worker,
+    nested,
+    sleep,
     step,
+    wait_for,
 )
 from commandbus.flow.batches.fold_and_complete import fold
 from commandbus.flow.batches.operate import leftovers
@@ -87,6 +90,7 @@ def _foreign(bus: Bus) -> list[Callable[[], Any]]:
         lambda: bus.add_to_batch("billing", "b", [NewCommand("Ship")]),
         lambda: bus.close_batch("billing", "b"),
         lambda: bus.start_process("order", {}, process_id="mine", domain="billing"),
+        lambda: bus.signal("billing", "p", "approval"),
         lambda: bus.get_batch("billing", "b"),
         lambda: bus.claim(domain="billing"),
         lambda: bus.status("billing"),
@@ -205,13 +209,18 @@ def test_a_tenants_worker_runs_a_saga_and_limited_commands(
     handlers.register(
         "orders", "Page", lambda command, ctx: did.append("page"), limits=[Limit("docai", concurrency=1)]
     )
-    saga = Saga("order", step("reserve", "orders", undo="release"), step("charge", "orders"), domain="orders")
+    inner = Saga("inner", step("charge", "orders"), sleep("10ms"), domain="orders")
+    saga = Saga(
+        "order", step("reserve", "orders", undo="release"), wait_for("ok"), nested("in", inner), domain="orders"
+    )
     handlers.register_process(saga)
+    handlers.register_process(inner)
     with Worker(handlers, settings=quick_settings(tenants("worker").url), name="tenants"):
         producer.send_many("orders", [NewCommand("Page", command_id=f"p{n}") for n in range(3)])
         until(lambda: did.count("page") == 3, what=lambda: f"{did}")
         assert producer.bus.call("orders", "ship", wait=30) is None
         producer.start_process(saga, {}, process_id="p1")
+        assert producer.signal("orders", "p1", "ok", {"by": "ann"}).created
         until(lambda: orders.get_process("orders", "p1").status == "COMPLETED", what=lambda: f"{did}")
     assert orders.get_command("orders", "p0").status is CommandStatus.COMPLETED
 

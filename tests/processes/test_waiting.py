@@ -502,3 +502,37 @@ def test_a_nested_process_that_cannot_start_is_a_message_in_trouble(lab: Lab, da
     assert "keeps the result of step 'charge' under that name" in str(found["p"]["error"])
     assert (found["p"]["error_code"], found["q"]["error_code"]) == ("INVALID_STEP", "DUPLICATE_PROCESS")
     assert "process_id 'q/in' is taken" in str(found["q"]["error"])
+
+
+def test_a_nested_process_is_kept_as_long_as_the_process_at_the_top(lab: Lab, database: str, db: Db) -> None:
+    """Its commands are needed if it is undone later."""
+    outer = Saga("long", nested("delivery", INNER), wait_for("ok"))
+    lab.handlers.register_process(outer)
+    lab.bus.start_process(outer, {}, process_id="p")
+    with working(lab, database):
+        waits(lab, "p", "the signal 'ok'")
+        _age(db)
+        lab.bus.prune(age="1d")
+        inner = lab.process("p/delivery")
+        assert [step.command_status for step in inner.steps] == ["COMPLETED"] * 2
+        lab.bus.cancel_process(P, "p", operator="ann")
+        lab.until("p", "CANCELED")
+        assert lab.world.did == ["charge", "label", "unlabel", "refund"]
+    lab.bus.prune(age="1d")
+    assert lab.bus.get_process(P, "p/delivery") is not None
+    _age(db)
+    for _ in range(2):
+        lab.bus.prune(age="1d")
+    assert (
+        one(db, "SELECT (SELECT count(*) FROM commandbus.process) + (SELECT count(*) FROM commandbus.command)")
+        == 0
+    )
+
+
+def _age(db: Db) -> None:
+    """All that has ended did so ten days ago."""
+    for table in ("process", "command"):
+        db.execute(
+            f"UPDATE commandbus.{table} SET created_at = created_at - interval '10 d', "
+            f"finished_at = finished_at - interval '10 d'".encode()
+        )

@@ -41,9 +41,9 @@ def signal(
     names.check_id(name, "signal")
     text = payload.dump(data, what="data", max_bytes=max_bytes)
     own = new_command_id() if signal_id is None else names.to_new_id(signal_id, "signal_id")
-    message = {"event": "signal", "process": process_id, "name": name, "signal_id": own}
+    fields = {"name": name, "signal_id": own}
     if by is not None:
-        message |= {"by": by.operator, "reason": by.reason or ""}
+        fields |= {"by": by.operator} | ({} if by.reason is None else {"reason": by.reason})
     command_id = own if signal_id is None else str(uuid.uuid5(_SPACE, f"{process_id}\n{own}"))
     try:
         rows = yield Statement(
@@ -52,7 +52,7 @@ def signal(
                 "domain": domain,
                 "process_id": process_id,
                 "command_id": command_id,
-                "message": payload.dump(message, what="signal")[:-1] + f',"data":{text}}}',
+                "signal": payload.dump(fields, what="signal")[:-1] + f',"data":{text}}}',
             },
         )
     except (pg.UndefinedTable, pg.InvalidSchemaName) as error:

@@ -1191,15 +1191,20 @@ $$;
 -- else), 'unseen' (by something that this transaction cannot see).
 --
 -- Locks: new rows only. Indexes: process_domain_process_id_key, command_domain_command_id_key.
-CREATE FUNCTION commandbus.signal_process(p_domain text, p_process_id text, p_command_id text, p_message json)
+CREATE FUNCTION commandbus.signal_process(p_domain text, p_process_id text, p_command_id text, p_signal json)
     RETURNS TABLE (id bigint, refusal text)
     LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
 DECLARE
     v_process commandbus.process;
     v_command commandbus.command;
+    v_message json;
     v_id bigint;
 BEGIN
     PERFORM commandbus.check_caller(p_domain, 'INSERT');
+    -- The message is made here: a producer must not be able to send a process any other message.
+    v_message := json_build_object('event', 'signal', 'process', p_process_id, 'name', p_signal ->> 'name',
+                                   'signal_id', p_signal ->> 'signal_id', 'by', p_signal ->> 'by',
+                                   'reason', p_signal ->> 'reason', 'data', p_signal -> 'data');
     SELECT p.* INTO v_process FROM commandbus.process p WHERE p.domain = p_domain AND p.process_id = p_process_id;
     IF v_process.id IS NULL THEN
         RETURN QUERY SELECT NULL::bigint, 'missing';
@@ -1211,8 +1216,8 @@ BEGIN
             RETURN QUERY SELECT v_command.id, CASE
                 WHEN v_command.process IS DISTINCT FROM v_process.id OR v_command.step IS DISTINCT FROM 0
                      OR v_command.data ->> 'event' IS DISTINCT FROM 'signal' THEN 'other: it is no signal'
-                WHEN v_command.data ->> 'name' IS DISTINCT FROM p_message ->> 'name' THEN 'other: name'
-                WHEN NOT commandbus.is_same_json(v_command.data -> 'data', p_message -> 'data') THEN 'other: data'
+                WHEN v_command.data ->> 'name' IS DISTINCT FROM p_signal ->> 'name' THEN 'other: name'
+                WHEN NOT commandbus.is_same_json(v_command.data -> 'data', p_signal -> 'data') THEN 'other: data'
                 ELSE 'exists' END;
             RETURN;
         ELSIF i = 2 THEN
@@ -1243,7 +1248,7 @@ WITH sent AS (
 SELECT id FROM sent WHERE (SELECT count(*) FROM woken) >= 0
 $sql$, format('pgmq.%I', 'q_' || p_domain || '__commands_msg_id_seq'), 'q_' || p_domain || '__commands')
             INTO v_id
-            USING p_domain, p_command_id, v_process.process_type, p_process_id, p_message, v_process.id;
+            USING p_domain, p_command_id, v_process.process_type, p_process_id, v_message, v_process.id;
         IF v_id IS NOT NULL THEN
             RETURN QUERY SELECT v_id, NULL::text;
             RETURN;
