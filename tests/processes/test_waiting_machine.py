@@ -176,6 +176,7 @@ class WaitingProcesses(Processes):
         if name in self._processes():
             self._handle(*found, Interruption(statement, come))
 
+    @precondition(lambda self: self.timers)
     @rule()
     def sleeps_end(self) -> None:
         self._wake()

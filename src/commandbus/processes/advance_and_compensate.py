@@ -34,16 +34,7 @@ def advance(
     if view.status.is_final and message.event != "undo":
         made.aside = f"the process is {view.status}, and that is final"
         return made
-    yield from {
-        "start": handling.start,
-        "reply": handling.reply,
-        "deadline": handling.deadline,
-        "wake": handling.wake,
-        "signal": handling.signal,
-        "cancel": handling.cancel,
-        "undo": handling.undo,
-        "retry": handling.retry,
-    }[message.event](message)
+    yield from getattr(handling, message.event)(message)  # one of `messages.EVENTS`
     return made
 
 

@@ -15,7 +15,15 @@ from commandbus.model import names
 from commandbus.model.process import ProcessStatus, StepStatus
 from commandbus.processes.manager import BaseProcessManager, ProcessView, StepCommand, StepReply, StepView
 from commandbus.processes.messages import OUTCOMES
-from commandbus.processes.waiting_steps import KINDS, Signal, SignalQuery, StepSignal, StepUndo, WaitingStep, check
+from commandbus.processes.waiting_steps import (
+    Signal,
+    SignalQuery,
+    StepSignal,
+    StepUndo,
+    WaitingStep,
+    check,
+    kind_of,
+)
 from commandbus.quick_dataclass import dataclass
 
 
@@ -203,14 +211,18 @@ class Moves:
         yield StepCall(hook, (self.view, self.tx))
 
     def _send(self, name: str, command: object, *, undoes: int | None = None) -> StepView:
-        step = StepView(len(self.view.steps) + 1, name, undoes, kind=KINDS.get(type(command)))
-        if isinstance(command, StepSignal):
-            step.signal = command.name
-        self.made.sends.append(Sending(step, self._checked(step, command)))
+        step = StepView(len(self.view.steps) + 1, name, undoes)
+        if isinstance(command, StepCommand):
+            self.made.sends.append(Sending(step, command))
+        else:
+            waiting = self._checked(step, command)
+            self.made.sends.append(Sending(step, waiting))
+            step.kind = kind_of(waiting)
+            step.signal = waiting.name if isinstance(waiting, StepSignal) else None
         self.view.steps.append(step)
         return step
 
-    def _checked(self, step: StepView, command: object) -> StepCommand | WaitingStep | StepUndo:
+    def _checked(self, step: StepView, command: object) -> WaitingStep | StepUndo:
         what = "build_command" if step.undoes is None else "compensation"
         where = f"{type(self.manager).__name__}.{what}({step.name!r})"
         if isinstance(command, StepUndo) and step.undoes is not None:
@@ -225,11 +237,9 @@ class Moves:
             except ValueError as error:
                 raise PermanentCommandError(f"{where}: {error}", code="INVALID_STEP") from None
             return command
-        if not isinstance(command, StepCommand):
-            also = ", StepSignal, StepSleep or StepProcess" if step.undoes is None else " or StepUndo"
-            text = f"{where} must return a StepCommand{also}, not {names.shown(command)}"
-            raise PermanentCommandError(text, code="INVALID_STEP")
-        return command
+        also = ", StepSignal, StepSleep or StepProcess" if step.undoes is None else " or StepUndo"
+        text = f"{where} must return a StepCommand{also}, not {names.shown(command)}"
+        raise PermanentCommandError(text, code="INVALID_STEP")
 
     def _close(self, step: StepView, reply: StepReply) -> None:
         step.status = OUTCOMES[reply.outcome]

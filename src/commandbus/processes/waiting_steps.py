@@ -66,12 +66,6 @@ class StepUndo:
 
 
 WaitingStep: TypeAlias = StepSignal | StepSleep | StepProcess
-KINDS: dict[type, StepKind] = {
-    StepSignal: "signal",
-    StepSleep: "sleep",
-    StepProcess: "process",
-    StepUndo: "process",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +85,13 @@ class Signal:
     row: int
     command_id: str
     data: Any
+
+
+def kind_of(step: WaitingStep | StepUndo) -> StepKind:
+    """The kind of a step, as its row has it."""
+    if isinstance(step, StepSignal):
+        return "signal"
+    return "sleep" if isinstance(step, StepSleep) else "process"
 
 
 def check(step: WaitingStep | StepUndo) -> None:
