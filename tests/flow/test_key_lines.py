@@ -17,7 +17,7 @@ from commandbus import (
     NewCommand,
     UnknownKeyLimitError,
 )
-from commandbus.flow.keys.release import LineKey, find_new, release
+from commandbus.flow.keys.release import LineKey, find_new, forget, release
 from support.waiting import one
 
 Db = psycopg.Connection[Any]
@@ -58,6 +58,24 @@ def test_unknown_and_used_key_limits(tenants: CommandBus, db: Db) -> None:
     tenants.send("orders", "x", key="17", key_limit="tenant")
     with pytest.raises(InvalidOperationError, match="has unfinished commands"):
         tenants.key_limits.delete("orders", "tenant")
+
+
+def test_a_declared_key_limit_is_not_deleted_and_no_locks_are_waited_for(
+    tenants: CommandBus, database: str, db: Db
+) -> None:
+    db.execute("INSERT INTO commandbus.type_rule VALUES ('orders', 'x', 'tenant', 'data.t')")
+    with pytest.raises(InvalidOperationError, match="for x; remove it"):
+        tenants.key_limits.delete("orders", "tenant")
+    tenants.send_many("orders", [NewCommand("x", {"t": n % 2}) for n in range(4)])
+    with psycopg.connect(database) as conn:  # as an operator's retry of many does
+        conn.execute("SELECT FROM commandbus.keyed WHERE key = '0' FOR UPDATE")
+        db.execute("SET lock_timeout = '1s'")
+        new = tenants.run(find_new("orders"))
+        found = tenants.run(release("orders", [], new), db)
+        assert (found.commands, found.again) == (2, {LineKey("tenant", "0")})
+        tenants.run(forget(["orders"], 0), db)
+        tenants.key_limits.set("orders", "tenant", concurrency=3, conn=db)
+    assert tenants.run(release("orders", found.again)).commands == 2
 
 
 def test_the_same_command_id_joins_the_line_once(tenants: CommandBus, db: Db) -> None:

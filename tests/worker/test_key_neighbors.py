@@ -126,6 +126,18 @@ def test_a_worker_behind_a_transaction_pooler(
     assert ran == list(range(10))
 
 
+def test_until_idle_runs_what_handlers_send_and_what_joins_at_the_claim(
+    bus: CommandBus, database: str, db: Db, handlers: HandlerRegistry
+) -> None:
+    ran = keep_order(handlers)
+    handlers.register("orders", "start", lambda command, ctx: bus.send_many("orders", book(range(3))))
+    bus.send_many("orders", book(range(10, 13)))  # before there is a rule
+    bus.send("orders", "start")
+    Worker(handlers, settings=quick_settings(database)).run(until_idle=True)
+    assert sorted(ran) == [0, 1, 2, 10, 11, 12]
+    assert one(db, "SELECT count(*) FROM commandbus.command WHERE status <> 'COMPLETED'") == 0
+
+
 def test_a_place_that_nobody_freed_is_found(
     bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker, gate: threading.Event
 ) -> None:

@@ -50,6 +50,7 @@ from commandbus.flow.commands.claim import (
     next_due,
     withdraw,
 )
+from commandbus.flow.commands.claimed_row import ClaimedRow
 from commandbus.flow.commands.rescue import held_by
 from commandbus.logger import safe_logger
 from commandbus.model.priority import HIGH, NORMAL
@@ -91,6 +92,7 @@ class Claimer(DatabaseService):
         adopter: Adopter,
         unhandled: UnhandledTypes,
         on_cancel: Callable[[str, int], None],
+        on_joined: Callable[[], None],
         on_idle: Callable[[], bool],
         on_error: Callable[[BaseException], None],
         name: str,
@@ -107,6 +109,7 @@ class Claimer(DatabaseService):
         adopter.on_read = lambda domain, seconds: self.order(lambda: self._read(domain, seconds))
         self._odd = OddRows(self._connection, worker, settings, keeps_lock_timeout=lambda: self.can_listen)
         self._on_cancel = on_cancel
+        self._on_joined = on_joined
         self._on_idle = on_idle
         self.is_ended = False  # claim nothing more: the worker drains
         self.claimed = 0
@@ -336,6 +339,7 @@ class Claimer(DatabaseService):
         try:
             room = self._quarantine.room(claimed.domain, claimed.rows)
             right, _ = self._odd.put_right(claimed, room, until=until)
+            self._note_joined(claimed.rows)
             self._pass_on(claimed.domain, list(right), claimed.claimed_at)
             return sum(not row.alone for row in right)
         finally:
@@ -349,6 +353,11 @@ class Claimer(DatabaseService):
             if unhandled := self._dispatcher.deliver(domain, rows, claimed_at, are_first=are_first):
                 marked = ClaimedRows(domain, claimed_at, self._unhandled.marked(domain, unhandled))
                 self._odd.put_right(marked, ANY_ROOM, until=monotonic() + LOCKED_SECONDS)
+                self._note_joined(marked.rows)
+
+    def _note_joined(self, rows: Sequence[ClaimedRow]) -> None:
+        if any(row.line is not None for row in rows):
+            self._on_joined()
 
     def _note_work(self) -> None:
         now = monotonic()

@@ -61,11 +61,16 @@ class KeyReleaser(DatabaseService):
         self._note_at = 0.0
         self._after = 0
         self._is_quiet = False  # the last round found nothing to release
+        self._is_stirred = False  # since the last round began, somebody may have joined a line
 
     @property
     def is_busy(self) -> bool:
         """May it release something yet?"""
-        return not self._is_quiet or bool(self._settled)
+        return not self._is_quiet or self._is_stirred or bool(self._settled)
+
+    def stir(self) -> None:
+        """Somebody may have joined a line: it is busy until it has looked. Called by any thread; never waits."""
+        self._is_stirred = True
 
     def look_at(self, domain: str, key: LineKey) -> None:
         """An attempt of a command with this key was settled. Called by any thread; never waits."""
@@ -77,6 +82,7 @@ class KeyReleaser(DatabaseService):
         self.listen(conn, CHANNEL)
 
     def round(self) -> None:
+        self._is_stirred = False
         try:
             self._collect()
             self._sweep()

@@ -57,6 +57,8 @@ class KeyReleasing:
         """Attempts were settled: their keys may have a free place. Called by any thread; never waits."""
         if self._releaser is None:
             return
+        if self._spec.ends_idle:
+            self._releaser.stir()  # a handler may have sent commands with keys
         from commandbus.flow.keys.release import LineKey
 
         for attempt in attempts:
@@ -65,6 +67,12 @@ class KeyReleasing:
             options = attempt.options
             if options.key_limit is not None and options.key is not None:
                 self._releaser.look_at(attempt.domain, LineKey(options.key_limit, options.key))
+
+    def joined(self) -> None:
+        """Claimed commands have joined lines. Called by the claimer."""
+        if self._releaser is not None:
+            self._releaser.stir()
+            self._releaser.wake()
 
     def stop(self, timeout: float) -> None:
         """End the releaser, if there is one. Called by whoever owns the worker."""

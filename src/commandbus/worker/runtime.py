@@ -302,6 +302,7 @@ class WorkerRuntime:
             adopter=self._adopter,
             unhandled=self._unhandled,
             on_cancel=self._keeper.look_for_cancel,
+            on_joined=lambda: self._key_releasing.joined(),  # noqa: PLW0108 - made later
             on_idle=self._check_idle,
             on_error=spec.fail,
             name=spec.id,

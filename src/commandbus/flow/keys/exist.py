@@ -12,9 +12,10 @@ CHANNEL = "commandbus_keys"
 
 @operation(atomic=False)
 def exist(domains: Sequence[str]) -> Steps[bool]:
-    """Has any of these domains a key limit? Index: key_limit_pkey."""
+    """Has any of these domains a key limit, or commands in line? Indexes: key_limit_pkey, keyed_line."""
     rows = yield Statement(
-        b"SELECT EXISTS (SELECT FROM commandbus.key_limit WHERE domain = ANY (%(domains)s::text[]))",
+        b"SELECT EXISTS (SELECT FROM commandbus.key_limit WHERE domain = ANY (%(domains)s::text[])) OR EXISTS ("
+        b"SELECT FROM commandbus.keyed WHERE domain = ANY (%(domains)s::text[]) AND state IN ('NEW', 'WAITING'))",
         {"domains": list(domains)},
     )
     found: bool = rows[0][0]

@@ -41,7 +41,12 @@ def set_statement(limit: KeyLimit, *, declared: str | None = None) -> Statement:
 def delete_key_limit(domain: str, name: str) -> Steps[None]:
     """Delete a key limit that no unfinished command uses."""
     rows = yield Statement(sql.text("keys/delete"), {"domain": domain, "name": name})
-    is_used, was_there = rows[0]
+    is_used, types, was_there = rows[0]
+    if types:
+        raise InvalidOperationError(
+            f"handlers of {domain} declare key limit {name!r} for {', '.join(types)}; remove it from them and "
+            f"start a worker first"
+        )
     if is_used:
         raise InvalidOperationError(
             f"key limit {name!r} of domain {domain!r} has unfinished commands; wait for them or cancel them first"

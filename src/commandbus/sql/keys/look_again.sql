@@ -1,5 +1,5 @@
 -- Marks the first waiting command of each key of a limit, or of one key, as new, so that a worker looks at its key again.
--- Locks: these rows. Index: keyed_line, from one key to the next.
+-- Locks: these rows. Somebody releases those that are locked. Index: keyed_line, from one key to the next.
 WITH RECURSIVE head AS (
     (SELECT key, command FROM commandbus.keyed
       WHERE domain = %(domain)s AND key_limit = %(name)s AND state IN ('NEW', 'WAITING')
@@ -15,6 +15,8 @@ WITH RECURSIVE head AS (
      WHERE %(key)s::text IS NULL
 ), marked AS (
     UPDATE commandbus.keyed SET state = 'NEW'
-     WHERE command = ANY (ARRAY(SELECT command FROM head)) AND state = 'WAITING'
+     WHERE command = ANY (ARRAY(SELECT k.command FROM commandbus.keyed k
+                                 WHERE k.command = ANY (ARRAY(SELECT command FROM head)) AND k.state = 'WAITING'
+                                   FOR UPDATE SKIP LOCKED))
 )
 SELECT pg_catalog.pg_notify(%(channel)s, %(domain)s)

@@ -5,7 +5,7 @@
 -- A released command counts until it has ended, whatever its worker does: so no crash can free a place too early. One that has
 -- ended leaves the line here. One in the troubleshooting queue steps aside if its limit says so; an operator's retry in
 -- the same moment gives it another message, and then it still counts.
--- Locks: rows of `keyed`, then queue rows; those that somebody else has locked are skipped. Indexes: keyed_released,
+-- Locks: queue rows and rows of `keyed`. Those that somebody else has locked are skipped, so it waits for nobody. Indexes: keyed_released,
 -- keyed_line, the keys of keyed, command and queue. The line is read from a place in keyed_line on, and the key is compared
 -- outside: with `=` the planner might read and sort the whole line.
 WITH target AS MATERIALIZED (
@@ -56,16 +56,24 @@ WITH target AS MATERIALIZED (
     SELECT msg_id FROM pgmq.{queue}
      WHERE msg_id = ANY (ARRAY(SELECT msg_id FROM next WHERE can_run)) AND headers IS NULL  -- nobody holds it
        FOR UPDATE SKIP LOCKED
+), over AS MATERIALIZED (
+    SELECT command, msg_id FROM released
+     WHERE status IS NULL
+        OR status OPERATOR(pg_catalog.<>) ALL ('{PENDING,IN_TROUBLESHOOTING_QUEUE}'::commandbus.command_status[])
+    UNION ALL
+    SELECT command, msg_id FROM next WHERE NOT can_run
+), mine AS MATERIALIZED (
+    SELECT command, msg_id FROM commandbus.keyed
+     WHERE command = ANY (ARRAY(SELECT command FROM over UNION ALL SELECT command FROM next WHERE can_run))
+       FOR UPDATE SKIP LOCKED
 ), heads AS MATERIALIZED (
     SELECT n.command, n.msg_id, pg_catalog.row_number() OVER (ORDER BY n.turn, n.command) AS place
-      FROM next n JOIN free f ON f.msg_id = n.msg_id
+      FROM next n
+      JOIN free f ON f.msg_id = n.msg_id
+      JOIN mine m ON m.command = n.command AND m.msg_id = n.msg_id
 ), ended AS (
     DELETE FROM commandbus.keyed
-     WHERE command = ANY (ARRAY(
-           SELECT command FROM released
-            WHERE status IS NULL
-               OR status OPERATOR(pg_catalog.<>) ALL ('{PENDING,IN_TROUBLESHOOTING_QUEUE}'::commandbus.command_status[])
-           UNION ALL SELECT command FROM next WHERE NOT can_run))
+     WHERE command = ANY (ARRAY(SELECT o.command FROM over o JOIN mine m ON m.command = o.command AND m.msg_id = o.msg_id))
 ), moved AS (
     UPDATE commandbus.keyed
        SET state = CASE WHEN command = ANY (ARRAY(SELECT command FROM aside)) THEN 'ASIDE' ELSE 'RELEASED' END,
