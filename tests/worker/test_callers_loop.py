@@ -110,8 +110,9 @@ def test_one_that_awaits_is_canceled_at_its_deadline(
         while not over.is_set():
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.sleep(0.05)
+        ended.set()
 
-    over = threading.Event()
+    over, ended = threading.Event(), threading.Event()
     bus.send("orders", "wait", command_id="w", max_attempts=1)
     bus.send("orders", "swallow", command_id="s", max_attempts=1)
 
@@ -120,7 +121,8 @@ def test_one_that_awaits_is_canceled_at_its_deadline(
         await asyncio.to_thread(bus.send, "orders", "wait", command_id="next", max_attempts=1)
         await asyncio.to_thread(until_settled, db)
         over.set()
-        await asyncio.sleep(0.1)  # the swallower ends: it is the application's task as any other
+        # The swallower ends: it is the application's task as any other.
+        assert await asyncio.to_thread(ended.wait, 20)
 
     play(handlers, database, scene, cancel_grace=0.4, concurrency=2)
     assert bus.get_attempts("orders", "w")[0].error_code == "TIMEOUT"
