@@ -42,6 +42,8 @@ SERVER_SETTINGS = {
     # It need not survive a crash, and none of its statements is worth a compiler's time.
     "full_page_writes": "off",
     "jit": "off",
+    # Else every session that calls a function in PL/pgSQL, as PGMQ's are, loads this library anew.
+    "shared_preload_libraries": "plpgsql",
 }
 
 
@@ -193,22 +195,36 @@ def empty_database(server: EmbeddedPostgres, server_admin: Callable[[sql.Composa
 @pytest.fixture(scope="session")
 def migrated_template(server: EmbeddedPostgres) -> str:
     """The name of a database that was migrated once and is only copied from then on."""
+    return _template(server, _TEMPLATE, copied_from="template1")
+
+
+@pytest.fixture(scope="session")
+def template_with_orders(server: EmbeddedPostgres, migrated_template: str) -> str:
+    """The same of one that has the domain `orders`, too."""
+    return _template(server, f"{_TEMPLATE}_with_orders", copied_from=migrated_template, domain="orders")
+
+
+def _template(server: EmbeddedPostgres, name: str, *, copied_from: str, domain: str = "") -> str:
     with psycopg.connect(server.dsn, autocommit=True) as admin:
         # One test worker makes it; the others wait for its lock, and find it.
         admin.execute("SELECT pg_advisory_lock(1)")
-        if not admin.execute("SELECT 1 FROM pg_database WHERE datname = %s", [_TEMPLATE]).fetchone():
-            _make_template(server, admin)
-    return _TEMPLATE
+        if not admin.execute("SELECT 1 FROM pg_database WHERE datname = %s", [name]).fetchone():
+            _make_template(server, admin, name, copied_from, domain)
+    return name
 
 
-def _make_template(server: EmbeddedPostgres, admin: psycopg.Connection[Any]) -> None:
+def _make_template(
+    server: EmbeddedPostgres, admin: psycopg.Connection[Any], name: str, copied_from: str, domain: str
+) -> None:
     from commandbus import CommandBus
 
-    unfinished, template = sql.Identifier(f"{_TEMPLATE}_unfinished"), sql.Identifier(_TEMPLATE)
+    unfinished, template = sql.Identifier(f"{name}_unfinished"), sql.Identifier(name)
     admin.execute(sql.SQL("DROP DATABASE IF EXISTS {}").format(unfinished))
-    admin.execute(sql.SQL("CREATE DATABASE {}").format(unfinished))
-    with CommandBus(plain_address(server, f"{_TEMPLATE}_unfinished")) as bus:
+    admin.execute(sql.SQL("CREATE DATABASE {} TEMPLATE {}").format(unfinished, sql.Identifier(copied_from)))
+    with CommandBus(plain_address(server, f"{name}_unfinished")) as bus:
         bus.migrate()
+        if domain:
+            bus.create_domain(domain)
     # A database with connections cannot be copied; now none can come.
     admin.execute(sql.SQL("ALTER DATABASE {} ALLOW_CONNECTIONS false").format(unfinished))
     admin.execute(sql.SQL("ALTER DATABASE {} RENAME TO {}").format(unfinished, template))
@@ -222,9 +238,26 @@ def databases(server: EmbeddedPostgres, migrated_template: str) -> Iterator[Data
     databases.close()
 
 
+@pytest.fixture(scope="session")
+def databases_with_orders(server: EmbeddedPostgres, template_with_orders: str) -> Iterator[Databases]:
+    """The same of the one with the domain `orders`."""
+    databases = Databases(plain_address(server), template_with_orders, domains=["orders"])
+    yield databases
+    databases.close()
+
+
 @pytest.fixture
-def database(databases: Databases) -> Iterator[str]:
-    """The address of a database with the schema of commandbus in it, and nothing else."""
+def makes_orders() -> str:
+    """The name of the fixture that creates the domain `orders`, in the tests of a folder. Its database comes with
+    that domain, and `create_domain` finds it there: making it takes as long as the rest of a small test."""
+    return ""
+
+
+@pytest.fixture
+def database(request: pytest.FixtureRequest, makes_orders: str) -> Iterator[str]:
+    """The address of a database with the schema of commandbus in it, and nothing else; but see `makes_orders`."""
+    source = "databases_with_orders" if makes_orders in request.fixturenames else "databases"
+    databases: Databases = request.getfixturevalue(source)
     with databases.lend() as address:
         yield address
 

@@ -50,6 +50,12 @@ def cli(bare_cli: Cli, database: str) -> Cli:
 
 
 @pytest.fixture
+def makes_orders() -> str:
+    """`orders` does: the database comes with the domain."""
+    return "orders"
+
+
+@pytest.fixture
 def bus(database: str) -> Iterator[CommandBus]:
     with CommandBus(database) as bus:
         yield bus

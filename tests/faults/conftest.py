@@ -25,6 +25,12 @@ Process = subprocess.Popen[bytes]
 
 
 @pytest.fixture
+def makes_orders() -> str:
+    """`bus` does: the database comes with the domain."""
+    return "bus"
+
+
+@pytest.fixture
 def bus(database: str) -> Iterator[CommandBus]:
     """A bus on a migrated database with a domain `orders`."""
     with CommandBus(database) as bus:

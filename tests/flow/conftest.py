@@ -60,6 +60,12 @@ def connect(request: pytest.FixtureRequest) -> Iterator[Callable[..., Bus]]:
 
 
 @pytest.fixture
+def makes_orders() -> str:
+    """`orders` does: the database comes with the domain."""
+    return "orders"
+
+
+@pytest.fixture
 def bus(connect: Callable[..., Bus], database: str) -> Bus:
     """A bus on a migrated database without domains."""
     return connect(database)

@@ -104,6 +104,12 @@ def impatient(tasks: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], N
 
 
 @pytest.fixture
+def makes_orders() -> str:
+    """`bus` does: the database comes with the domain."""
+    return "bus"
+
+
+@pytest.fixture
 def bus(database: str) -> Iterator[CommandBus]:
     with CommandBus(database) as bus:
         bus.create_domain("orders")
