@@ -10,12 +10,15 @@ import re
 import shlex
 import subprocess
 import sys
+import threading
+import urllib.request
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, ClassVar
 
 import psycopg
 import pytest
+import uvicorn
 from psycopg_pool import ConnectionPool, NullConnectionPool
 from sqlalchemy import create_engine
 from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
@@ -94,6 +97,8 @@ def test_every_block_of_the_guide_is_run_by_a_test_here() -> None:
         "handlers.schedule(",
         "bus.schedules.create(",
         "commandbus doctor",
+        "commandbus console",
+        "create_console(",
         "database_url =",
     )
     assert GUIDE.unknown(*known) == []
@@ -128,6 +133,24 @@ def test_schedules_fire_as_declared_and_change_at_run_time(
     assert "PENDING" in said
     assert "report-eu" in said
     assert bus.schedules.get("orders", "report-eu") is None
+
+
+def test_the_console_is_mounted_in_an_application(bus: CommandBus, database: str) -> None:
+    names: dict[str, Any] = {"database_url": database}
+    exec(block("python", "create_console("), names)
+    server = uvicorn.Server(uvicorn.Config(names["app"], port=0, log_level="error", timeout_graceful_shutdown=1))
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    until(lambda: server.started)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    request = urllib.request.Request(f"http://127.0.0.1:{port}/console/", headers={"X-User": "ann"})
+    with urllib.request.urlopen(request, timeout=30) as answer:
+        text = answer.read().decode()
+    assert 'href="/console/static/console.css"' in text
+    assert "ann (operator)" in text
+    server.should_exit = True
+    thread.join(30)
+    assert not thread.is_alive()
 
 
 def test_writes_commit_with_the_completion(bus: CommandBus, database: str) -> None:

@@ -71,6 +71,7 @@ COMMANDS = {
     "process": ("process", "Processes (sagas): commands that follow each other, and are undone if one fails."),
     "rejected": ("rejected", "List messages that were not commands, newest first, with the reason."),
     "undelivered": ("undelivered", "List replies that could not be delivered, newest first, with the reason."),
+    "console": ("console", "Run the web console: what needs a person, why, and the right button."),
     "prune": ("prune", "Delete finished commands, old archives and rejected messages."),
 }
 

@@ -1,0 +1,209 @@
+"""What an operator can do in the console, each defined once for pages and API.
+
+Every action names its fields, and returns a sentence that says what was done. The operator is always the visitor.
+The bus records each action with the operator's name and reason.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+
+from commandbus.bus import AsyncCommandBus
+from commandbus.errors import CommandBusError, InvalidCommandError
+from commandbus.model.counting import counted
+from commandbus.model.json_values import Json
+from commandbus.troubleshooting import AsyncTroubleshootingQueue
+
+Fields = Mapping[str, str]
+LONGEST_FIELD = 1_000_000
+
+
+class ChangedSetError(CommandBusError):
+    """Between the preview and the click, other commands came or went."""
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """An action: its fields (those that end with `?` may be left out), and what it does."""
+
+    fields: tuple[str, ...]
+    run: Callable[[AsyncCommandBus, str, Fields], Awaitable[str]]
+
+    def check(self, given: Mapping[str, str]) -> dict[str, str]:
+        """The fields of this action among those given. An error names the one that is missing."""
+        known = {field.rstrip("?") for field in self.fields} | {"reason"}
+        found = {name: value for name, value in given.items() if name in known and value != ""}
+        for field in self.fields:
+            if not field.endswith("?") and field not in found:
+                raise InvalidCommandError(f"{field} is missing")
+        for name, value in found.items():
+            if len(value) > LONGEST_FIELD:
+                raise InvalidCommandError(
+                    f"{name} has {len(value)} characters; at most {LONGEST_FIELD} are allowed"
+                )
+        return found
+
+
+async def _cancel(bus: AsyncCommandBus, operator: str, given: Fields) -> str:
+    result = await bus.cancel(given["domain"], given["id"], operator=operator, reason=given.get("reason"))
+    return f"cancel of {given['domain']} {given['id']}: {str(result).lower().replace('_', ' ')}"
+
+
+async def _retry(bus: AsyncCommandBus, operator: str, given: Fields) -> str:
+    await bus.commands.operator_retry(given["domain"], given["id"], operator=operator, reason=given.get("reason"))
+    return f"{given['domain']} {given['id']} is in its queue again"
+
+
+async def _cancel_troubled(bus: AsyncCommandBus, operator: str, given: Fields) -> str:
+    await bus.commands.operator_cancel(given["domain"], given["id"], operator=operator, reason=given.get("reason"))
+    return f"{given['domain']} {given['id']} is canceled"
+
+
+async def _complete(bus: AsyncCommandBus, operator: str, given: Fields) -> str:
+    result = _json(given.get("result"), "result")
+    await bus.commands.operator_complete(
+        given["domain"], given["id"], result, operator=operator, reason=given.get("reason")
+    )
+    return f"{given['domain']} {given['id']} is completed"
+
+
+async def _retry_all(bus: AsyncCommandBus, operator: str, given: Fields) -> str:
+    queue, target = await _unchanged(bus, given)
+    count = await queue.retry_all(**target, operator=operator, reason=given.get("reason"))
+    return f"{counted(count, 'command')} {'is' if count == 1 else 'are'} in the queue again"
+
+
+async def _cancel_all(bus: AsyncCommandBus, operator: str, given: Fields) -> str:
+    queue, target = await _unchanged(bus, given)
+    count = await queue.cancel_all(**target, operator=operator, reason=given.get("reason"))
+    return f"{counted(count, 'command')} {'is' if count == 1 else 'are'} canceled"
+
+
+async def _unchanged(bus: AsyncCommandBus, given: Fields) -> tuple[AsyncTroubleshootingQueue, dict[str, str]]:
+    """The set that the operator saw: as many as they were shown."""
+    queue = AsyncTroubleshootingQueue(bus)
+    target = {name: given[name] for name in ("domain", "command_type", "error_code") if name in given}
+    found, expected = await queue.count(**target), _whole(given["expected"], "expected")
+    if found != expected:
+        raise ChangedSetError(
+            f"the preview showed {counted(expected, 'command')}, and now there are {found}: look at them again"
+        )
+    return queue, target
+
+
+async def _pause(bus: AsyncCommandBus, operator: str, given: Fields) -> str:
+    changed = await bus.pause(
+        given["domain"], given.get("command_type"), operator=operator, reason=given.get("reason")
+    )
+    return f"{_subject(given)} {'is' if changed else 'was already'} paused"
+
+
+async def _resume(bus: AsyncCommandBus, operator: str, given: Fields) -> str:
+    await bus.resume(given["domain"], given.get("command_type"), operator=operator, reason=given.get("reason"))
+    return f"{_subject(given)} goes on"
+
+
+async def _open_breaker(bus: AsyncCommandBus, operator: str, given: Fields) -> str:
+    await bus.open_breaker(
+        *_breaker(given), limit=given.get("limit"), operator=operator, reason=given.get("reason")
+    )
+    return f"the breaker of {_subject(given)} is open, until somebody closes it"
+
+
+async def _close_breaker(bus: AsyncCommandBus, operator: str, given: Fields) -> str:
+    await bus.close_breaker(
+        *_breaker(given), limit=given.get("limit"), operator=operator, reason=given.get("reason")
+    )
+    return f"the breaker of {_subject(given)} is closed"
+
+
+async def _set_limit(bus: AsyncCommandBus, operator: str, given: Fields) -> str:
+    concurrency = _whole(given["concurrency"], "concurrency")
+    info = await bus.set_limit(
+        given["limit"], concurrency=concurrency, operator=operator, reason=given.get("reason")
+    )
+    return f"limit {info.name} allows {info.concurrency} at once"
+
+
+async def _unset_limit(bus: AsyncCommandBus, operator: str, given: Fields) -> str:
+    await bus.unset_limit(given["limit"], operator=operator, reason=given.get("reason"))
+    return f"limit {given['limit']} is as its program declares it"
+
+
+async def _pause_schedule(bus: AsyncCommandBus, operator: str, given: Fields) -> str:
+    await bus.schedules.pause(given["domain"], given["name"], operator=operator, reason=given.get("reason"))
+    return f"schedule {given['name']} is paused"
+
+
+async def _resume_schedule(bus: AsyncCommandBus, operator: str, given: Fields) -> str:
+    await bus.schedules.resume(given["domain"], given["name"], operator=operator, reason=given.get("reason"))
+    return f"schedule {given['name']} goes on"
+
+
+async def _run_schedule(bus: AsyncCommandBus, operator: str, given: Fields) -> str:
+    sent = await bus.schedules.run_now(
+        given["domain"], given["name"], operator=operator, reason=given.get("reason")
+    )
+    return f"schedule {given['name']} has sent {sent.domain} {sent.command_id}"
+
+
+async def _cancel_batch(bus: AsyncCommandBus, operator: str, given: Fields) -> str:
+    await bus.cancel_batch(given["domain"], given["id"], operator=operator, reason=given.get("reason"))
+    return f"batch {given['id']} is being canceled"
+
+
+async def _cancel_process(bus: AsyncCommandBus, operator: str, given: Fields) -> str:
+    await bus.cancel_process(given["domain"], given["id"], operator=operator, reason=given.get("reason"))
+    return f"process {given['id']} is being canceled: what it has done is undone"
+
+
+async def _retry_process(bus: AsyncCommandBus, operator: str, given: Fields) -> str:
+    await bus.retry_process(given["domain"], given["id"], operator=operator, reason=given.get("reason"))
+    return f"process {given['id']} tries again"
+
+
+ACTIONS: dict[str, Action] = {
+    "cancel": Action(("domain", "id"), _cancel),
+    "retry": Action(("domain", "id"), _retry),
+    "cancel-troubled": Action(("domain", "id"), _cancel_troubled),
+    "complete": Action(("domain", "id", "result?"), _complete),
+    "retry-all": Action(("domain", "command_type?", "error_code?", "expected"), _retry_all),
+    "cancel-all": Action(("domain", "command_type?", "error_code?", "expected"), _cancel_all),
+    "pause": Action(("domain", "command_type?"), _pause),
+    "resume": Action(("domain", "command_type?"), _resume),
+    "open-breaker": Action(("domain?", "command_type?", "limit?"), _open_breaker),
+    "close-breaker": Action(("domain?", "command_type?", "limit?"), _close_breaker),
+    "set-limit": Action(("limit", "concurrency"), _set_limit),
+    "unset-limit": Action(("limit",), _unset_limit),
+    "pause-schedule": Action(("domain", "name"), _pause_schedule),
+    "resume-schedule": Action(("domain", "name"), _resume_schedule),
+    "run-schedule": Action(("domain", "name"), _run_schedule),
+    "cancel-batch": Action(("domain", "id"), _cancel_batch),
+    "cancel-process": Action(("domain", "id"), _cancel_process),
+    "retry-process": Action(("domain", "id"), _retry_process),
+}
+
+
+def _subject(given: Fields) -> str:
+    if "limit" in given:
+        return f"limit {given['limit']}"
+    return "/".join(given[name] for name in ("domain", "command_type") if name in given)
+
+
+def _breaker(given: Fields) -> tuple[str | None, str | None]:
+    return given.get("domain"), given.get("command_type")
+
+
+def _json(text: str | None, name: str) -> Json:
+    try:
+        return None if text is None else json.loads(text)
+    except ValueError as error:
+        raise InvalidCommandError(f"{name} is not JSON: {error}") from None
+
+
+def _whole(text: str, name: str) -> int:
+    if not (text.isascii() and text.isdigit()):
+        raise InvalidCommandError(f"{name} must be a whole number, not {text!r:.80}")
+    return int(text)

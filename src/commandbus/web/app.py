@@ -1,0 +1,206 @@
+"""`create_console`: puts the console together.
+
+app.mount("/console", create_console(Settings(database_url=…), Access(user_header="X-User", operators={"ann"})))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Final
+from urllib.parse import parse_qsl
+
+import psycopg
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, RedirectResponse, Response
+from psycopg_pool import PoolTimeout
+from starlette.staticfiles import StaticFiles
+
+from commandbus.errors import CommandBusError, CommandNotFoundError, InvalidOperationError
+from commandbus.logger import safe_logger
+from commandbus.settings import Settings
+from commandbus.web.access import COOKIE, MARK_FIELD, Access, Visitor
+from commandbus.web.actions import ACTIONS, ChangedSetError
+from commandbus.web.api import api_routes
+from commandbus.web.console import CONNECTIONS, Console
+from commandbus.web.pages import page_routes
+
+logger = safe_logger("commandbus.console")
+
+LARGEST_FORM: Final = 2_000_000
+_FREE: Final = ("/static/", "/health/", "/sign-in")  # no visitor needed
+_SAFE_HEADERS: Final = {
+    "Content-Security-Policy": "default-src 'none'; style-src 'self'; script-src 'self'; img-src 'self'; "
+    "connect-src 'self'; form-action 'self'; frame-ancestors 'none'; base-uri 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+_Next = Callable[[Request], Awaitable[Response]]
+
+
+def create_console(settings: Settings, access: Access | None = None, *, connections: int = CONNECTIONS) -> FastAPI:
+    """The console as an ASGI application. Without `access`, only this machine gets in."""
+    console = Console(settings, access or Access(), connections=connections)
+    app = FastAPI(
+        title="commandbus console",
+        description="Everything that the console shows, and every action that it offers, as JSON.",
+        lifespan=console.running,
+        docs_url=None,
+        redoc_url=None,
+        openapi_url="/api/openapi.json",
+    )
+    app.state.console = console
+    app.mount("/static", StaticFiles(directory=Path(__file__).parent / "static"), name="static")
+    app.include_router(api_routes(console))
+    app.include_router(page_routes(console))
+    _add_entrance(app, console)
+    _add_actions(app, console)
+    _add_health(app, console)
+    _add_guard(app, console)
+    _add_errors(app, console)
+    return app
+
+
+def _add_guard(app: FastAPI, console: Console) -> None:
+    """Nobody gets in whom `access` does not know, and every answer has the headers that keep a browser safe."""
+
+    @app.middleware("http")
+    async def guard(request: Request, call_next: _Next) -> Response:
+        path = request.url.path.removeprefix(str(request.scope.get("root_path", "")))
+        visitor = console.access.visitor(request)
+        request.state.visitor = visitor
+        if visitor is None and not path.startswith(_FREE):
+            response = _stranger(request, console, path)
+        else:
+            response = await call_next(request)
+        for name, value in _SAFE_HEADERS.items():
+            response.headers.setdefault(name, value)
+        return response
+
+
+def _stranger(request: Request, console: Console, path: str) -> Response:
+    if path.startswith("/api/"):
+        return JSONResponse({"error": "send `Authorization: Bearer TOKEN`"}, status_code=401)
+    if console.access.has_tokens:
+        return RedirectResponse(f"{request.scope.get('root_path', '')}/sign-in", status_code=303)
+    return console.page(
+        request, "problem.html", status_code=403, problem="You cannot get in from here",
+        text="This console answers only to its own machine (localhost), or to visitors that its proxy names.",
+    )  # fmt: skip
+
+
+def _add_entrance(app: FastAPI, console: Console) -> None:
+    @app.get("/sign-in", include_in_schema=False)
+    async def sign_in(request: Request) -> Response:
+        return console.page(request, "sign_in.html", wrong=False)
+
+    @app.post("/sign-in", include_in_schema=False)
+    async def sign_in_with(request: Request) -> Response:
+        cookie = console.access.cookie_for((await _form(request)).get("token", ""))
+        if cookie is None:
+            return console.page(request, "sign_in.html", status_code=403, wrong=True)
+        root = str(request.scope.get("root_path", ""))
+        response = RedirectResponse(f"{root}/", status_code=303)
+        response.set_cookie(
+            COOKIE, cookie, httponly=True, samesite="strict", path=f"{root}/", secure=request.url.scheme == "https"
+        )
+        return response
+
+    @app.post("/sign-out", include_in_schema=False)
+    async def sign_out(request: Request) -> Response:
+        root = str(request.scope.get("root_path", ""))
+        response = RedirectResponse(f"{root}/sign-in", status_code=303)
+        response.delete_cookie(COOKIE, path=f"{root}/")
+        return response
+
+
+def _add_actions(app: FastAPI, console: Console) -> None:
+    @app.post("/actions/{name}", include_in_schema=False)
+    async def act(request: Request, name: str) -> Response:
+        visitor: Visitor = request.state.visitor
+        given = await _form(request)
+        if not console.access.is_ours(request, visitor, given.get(MARK_FIELD, "")):
+            return console.page(
+                request, "problem.html", status_code=403, problem="Nothing was done",
+                text="The form was not one of this console's own, or it was too old. Open the page again.",
+            )  # fmt: skip
+        if not visitor.may_act:
+            return console.page(
+                request, "problem.html", status_code=403, problem="Nothing was done",
+                text=f"{visitor.name} is a reader. An operator may do this.",
+            )  # fmt: skip
+        if name not in ACTIONS:
+            raise CommandNotFoundError(f"there is no action {name!r}")
+        sentence = await ACTIONS[name].run(console.acting, visitor.name, ACTIONS[name].check(given))
+        logger.info("%s: %s", visitor.name, sentence)
+        return console.page(request, "done.html", sentence=sentence, back=_local(given.get("back")))
+
+
+def _local(path: str | None) -> str:
+    """Where to go back to: a page of this console, whatever the form says."""
+    return path if path and path.startswith("/") and not path.startswith(("//", "/\\")) else "/"
+
+
+async def _form(request: Request) -> dict[str, str]:
+    """The fields of a form. A larger one than any of ours is not read."""
+    body = bytearray()
+    async for piece in request.stream():
+        body += piece
+        if len(body) > LARGEST_FORM:
+            raise InvalidOperationError(f"the form has more than {LARGEST_FORM} bytes")
+    return dict(parse_qsl(body.decode("utf-8", "replace"), keep_blank_values=True, max_num_fields=50))
+
+
+def _add_health(app: FastAPI, console: Console) -> None:
+    @app.get("/health/live", include_in_schema=False)
+    async def live() -> dict[str, str]:
+        return {"status": "alive"}
+
+    @app.get("/health/ready", include_in_schema=False)
+    async def ready() -> Response:
+        try:
+            await console.reading.list_domains()
+        except (CommandBusError, psycopg.Error, PoolTimeout):
+            return JSONResponse({"status": "unready", "reason": "the database does not answer"}, status_code=503)
+        return JSONResponse({"status": "ready"})
+
+
+def _add_errors(app: FastAPI, console: Console) -> None:
+    """Every error is an answer: what is wrong, and what to do."""
+
+    def answer(request: Request, status_code: int, problem: str, text: str) -> Response:
+        path = request.url.path.removeprefix(str(request.scope.get("root_path", "")))
+        if path.startswith("/api/"):
+            return JSONResponse({"error": text}, status_code=status_code)
+        return console.page(request, "problem.html", status_code=status_code, problem=problem, text=text)
+
+    @app.exception_handler(CommandBusError)
+    async def refused(request: Request, error: CommandBusError) -> Response:
+        code = 404 if isinstance(error, CommandNotFoundError) else 409 if _is_conflict(error) else 400
+        return answer(
+            request, code, "This cannot be done" if request.method == "POST" else "Not found", str(error)
+        )
+
+    @app.exception_handler(RequestValidationError)
+    async def malformed(request: Request, error: RequestValidationError) -> Response:
+        wrong = "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors()[:5])
+        return answer(request, 422, "This address is not complete", wrong)
+
+    @app.exception_handler(psycopg.errors.QueryCanceled)
+    async def slow(request: Request, _error: psycopg.errors.QueryCanceled) -> Response:
+        text = "The database needed more than two seconds. Narrow the search: a domain, a type, a time (since:2h)."
+        return answer(request, 503, "That took too long", text)
+
+    @app.exception_handler(psycopg.OperationalError)
+    @app.exception_handler(PoolTimeout)
+    async def away(request: Request, error: Exception) -> Response:
+        logger.warning("the console cannot reach the database: %s", error)
+        text = "The database does not answer. This page works again as soon as it does."
+        return answer(request, 503, "The database does not answer", text)
+
+
+def _is_conflict(error: CommandBusError) -> bool:
+    return isinstance(error, InvalidOperationError | ChangedSetError)

@@ -1,0 +1,134 @@
+"""What needs a person now, as sentences with links. Pure: from what was read to what is said."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from urllib.parse import urlencode
+
+from commandbus.flow.breakers.operate import BreakerInfo
+from commandbus.flow.commands.inspect import DomainStatus, WorkerInfo
+from commandbus.flow.limits.inspect import LimitInfo
+from commandbus.model.counting import counted
+from commandbus.model.durations import roughly
+
+
+@dataclass(frozen=True, slots=True)
+class Concern:
+    """One thing that needs a person. `link` leads to the page where they can act."""
+
+    text: str
+    link: str
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """What one look at the fleet found. `in_tsq` counts commands by (domain, command type)."""
+
+    domains: Sequence[DomainStatus]
+    workers: Sequence[WorkerInfo]
+    limits: Sequence[LimitInfo]
+    breakers: Sequence[BreakerInfo]
+    in_tsq: Mapping[tuple[str, str], int]
+
+
+def concerns(fleet: Fleet) -> list[Concern]:
+    """What needs a person, the most urgent first: what stands still, then what waits for somebody."""
+    return [
+        *_workers(fleet),
+        *_limits(fleet.limits),
+        *_breakers(fleet.breakers),
+        *_troubles(fleet.in_tsq),
+        *_unhandled(fleet.domains),
+        *_pauses(fleet.domains),
+        *_rejected(fleet.domains),
+    ]
+
+
+def headline(found: Sequence[Concern]) -> str:
+    """The first sentence of the page."""
+    if not found:
+        return "Nothing needs you."
+    return f"{counted(len(found), 'thing')} {'needs' if len(found) == 1 else 'need'} you:"
+
+
+def _workers(fleet: Fleet) -> list[Concern]:
+    found = []
+    live = [worker for worker in fleet.workers if worker.is_alive and worker.state != "STOPPED"]
+    served = {domain for worker in live for domain in worker.domains}
+    for domain in fleet.domains:
+        if domain.ready and domain.domain not in served:
+            waits = f"{counted(domain.ready, 'command')} of {domain.domain} could run, but no worker serves it"
+            found.append(Concern(waits, "workers"))
+    for worker in fleet.workers:
+        if worker.state == "STOPPED":
+            continue
+        if not worker.is_alive:
+            silent = f"worker {worker.id} has been silent for {roughly(worker.heartbeat_age_seconds)}"
+            found.append(Concern(silent, "workers"))
+        elif worker.health is not None and worker.health.get("state") == "CRITICAL":
+            reasons = "; ".join(map(str, worker.health.get("reasons") or [])) or "it gives no reason"
+            found.append(Concern(f"worker {worker.id} is critical: {reasons}", "workers"))
+    return found
+
+
+def _limits(limits: Sequence[LimitInfo]) -> list[Concern]:
+    return [
+        Concern(f"limit {limit.name}: {limit.text}{_waiting(limit.parked)}", "limits")
+        for limit in limits
+        if limit.state != "AVAILABLE"
+    ]
+
+
+def _waiting(parked: int) -> str:
+    return f", {counted(parked, 'command')} parked" if parked else ""
+
+
+def _breakers(breakers: Sequence[BreakerInfo]) -> list[Concern]:
+    return [
+        Concern(f"the breaker of {item.name} is open: {item.reason}{_waiting(item.parked)}", "limits")
+        for item in breakers
+        if item.kind == "type" and item.state != "CLOSED"
+    ]
+
+
+def _troubles(in_tsq: Mapping[tuple[str, str], int]) -> list[Concern]:
+    return [
+        Concern(
+            f"{counted(count, 'command')} of {domain}/{kind} {'is' if count == 1 else 'are'} in the "
+            f"troubleshooting queue",
+            "troubleshooting?" + urlencode({"domain": domain, "command_type": kind}),
+        )
+        for (domain, kind), count in sorted(in_tsq.items(), key=lambda item: -item[1])
+    ]
+
+
+def _unhandled(domains: Sequence[DomainStatus]) -> list[Concern]:
+    return [
+        Concern(
+            f"{counted(item.waiting, 'command')} of {item.domain}/{item.command_type} "
+            f"{'waits' if item.waiting == 1 else 'wait'} for a worker that handles that type",
+            "workers",
+        )
+        for domain in domains
+        for item in domain.unhandled
+        if not item.workers
+    ]
+
+
+def _pauses(domains: Sequence[DomainStatus]) -> list[Concern]:
+    found = []
+    for domain in domains:
+        paused = ["all of it"] if domain.is_paused else domain.paused_types
+        if paused:
+            found.append(Concern(f"{domain.domain} is paused: {', '.join(paused)}", "domains"))
+    return found
+
+
+def _rejected(domains: Sequence[DomainStatus]) -> list[Concern]:
+    return [
+        Concern(f"{counted(item.rejected, 'message')} to {item.domain} {'was' if item.rejected == 1 else 'were'} "
+                f"no command", "rejected?" + urlencode({"domain": item.domain}))
+        for item in domains
+        if item.rejected
+    ]  # fmt: skip

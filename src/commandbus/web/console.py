@@ -1,0 +1,96 @@
+"""The console as an ASGI application: its buses, its visitors, and what every answer has in common.
+
+Pages read through a bus with a statement timeout of two seconds and at most `connections` connections. Actions
+have a bus of their own with one connection, because a change of many commands may take longer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any, Final
+
+from fastapi import FastAPI, Request
+from fastapi.responses import HTMLResponse, Response
+from psycopg.conninfo import make_conninfo
+
+from commandbus.bus import AsyncCommandBus
+from commandbus.db.pool import check_conninfo, options_of
+from commandbus.settings import Settings
+from commandbus.troubleshooting import AsyncTroubleshootingQueue
+from commandbus.web.access import Access, Visitor
+from commandbus.web.attention import Fleet
+from commandbus.web.live import Watched
+from commandbus.web.rendering import environment
+
+READ_SECONDS: Final = 2
+ACT_SECONDS: Final = 60
+CONNECTIONS: Final = 4
+_PAGES: Final = (
+    ("", "Now"), ("commands", "Commands"), ("troubleshooting", "Troubleshooting"), ("stuck", "Stuck"),
+    ("limits", "Limits"), ("schedules", "Schedules"), ("batches", "Batches"), ("processes", "Processes"),
+    ("workers", "Workers"), ("domains", "Domains"),
+)  # fmt: skip
+
+
+class Console:
+    """What pages, actions and API share."""
+
+    def __init__(self, settings: Settings, access: Access, *, connections: int = CONNECTIONS) -> None:
+        self.access = access
+        self.reading = _bus(settings, READ_SECONDS, connections)
+        self.acting = _bus(settings, ACT_SECONDS, 1)
+        self.watched = Watched(self.fleet)
+
+    async def fleet(self) -> Fleet:
+        """One look at everything that `Now` shows."""
+        return Fleet(
+            (await self.reading.status()).items,
+            (await self.reading.workers()).items,
+            (await self.reading.limits()).items,
+            (await self.reading.breakers()).items,
+            await AsyncTroubleshootingQueue(self.reading).count_by_type(),
+        )
+
+    @asynccontextmanager
+    async def running(self, _app: FastAPI) -> AsyncIterator[None]:
+        """The life of the application. One that is mounted must be closed by its host."""
+        yield
+        await self.close()
+
+    async def close(self) -> None:
+        """Close what it opened."""
+        await self.watched.close()
+        await self.reading.close()
+        await self.acting.close()
+
+    def page(self, request: Request, template: str, *, status_code: int = 200, **values: Any) -> Response:
+        """A page of the console for the visitor of this request."""
+        visitor: Visitor | None = getattr(request.state, "visitor", None)
+        text = (
+            environment()
+            .get_template(template)
+            .render(
+                root=str(request.scope.get("root_path", "")),
+                here=request.url.path.rpartition("/")[2],
+                pages=_PAGES,
+                visitor=visitor,
+                mark="" if visitor is None else self.access.csrf_mark(visitor),
+                given=dict(request.query_params),
+                **values,
+            )
+        )
+        return HTMLResponse(text, status_code=status_code)
+
+
+def _bus(settings: Settings, seconds: int, connections: int) -> AsyncCommandBus:
+    """A bus whose statements end after so many seconds, where the server accepts such options."""
+    url = settings.database_url
+    if settings.prepared_statements and url and not url.startswith("embedded"):
+        options = f"-c statement_timeout={seconds}s -c lock_timeout={seconds}s {options_of(check_conninfo(url))}"
+        url = make_conninfo(url, options=options.strip())
+    modest = replace(
+        settings, database_url=url, pool_min_size=0, pool_max_size=connections, pool_timeout=float(2 * seconds)
+    )
+    return AsyncCommandBus(settings=modest)

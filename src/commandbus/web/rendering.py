@@ -1,0 +1,103 @@
+"""How values become HTML. Everything is made harmless twice: characters that do something instead of being seen
+become visible escapes (`model/safe_text.py`), and Jinja quotes HTML's own characters.
+
+Times are written in UTC; the console's script shows them in the viewer's zone, and UTC on hover.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from functools import lru_cache
+from typing import Any, Final
+from urllib.parse import urlencode
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup, escape
+
+from commandbus.model.durations import roughly
+from commandbus.model.safe_text import escaped, escaped_lines
+
+LONGEST_TEXT: Final = 20_000
+
+
+@lru_cache(maxsize=1)
+def environment() -> Environment:
+    """The templates of the console."""
+    made = Environment(
+        loader=PackageLoader("commandbus.web"),
+        autoescape=True,
+        finalize=_harmless,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    made.filters.update(
+        time=time, ago=ago, span=span, json=json_text, lines=lines, query=query, raw=raw, autopsy=autopsy
+    )
+    return made
+
+
+def _harmless(value: Any) -> Any:
+    if isinstance(value, Markup):
+        return value
+    return "–" if value is None else escaped(str(value))
+
+
+def raw(value: object) -> Markup:
+    """A value that a form gives back unchanged, so that an id stays what it is."""
+    return escape(str(value))
+
+
+def time(moment: datetime | None) -> Markup:
+    """A moment, for people and for the script."""
+    if moment is None:
+        return Markup("–")
+    utc = moment.astimezone(UTC)
+    return Markup('<time datetime="{}">{:%Y-%m-%d %H:%M:%S} UTC</time>').format(utc.isoformat(), utc)
+
+
+def ago(moment: datetime | None) -> str:
+    """How long ago a moment was."""
+    return "–" if moment is None else f"{span((datetime.now(UTC) - moment).total_seconds())} ago"
+
+
+def span(seconds: float | None) -> str:
+    """A duration, roughly."""
+    return "–" if seconds is None else roughly(max(seconds, 0.0))
+
+
+def json_text(value: object) -> Markup:
+    """A JSON value, laid out, up to a length."""
+    return lines(json.dumps(value, indent=2, ensure_ascii=False, default=str))
+
+
+def lines(text: str | None) -> Markup:
+    """A text whose line breaks are meant, up to a length."""
+    shown = (text or "")[:LONGEST_TEXT]
+    block = escape("\n".join(escaped_lines(shown)))
+    cut = len(text or "") - len(shown)
+    more = Markup('\n<span class="cut">… {} more characters</span>').format(cut) if cut else ""
+    return Markup("<pre>{}{}</pre>").format(block, more)
+
+
+def autopsy(found: Mapping[str, Any]) -> Markup:
+    """What was seen of a stuck attempt: each stack as Python prints it, then the rest."""
+    rest = {name: value for name, value in found.items() if name != "stacks"}
+    stacks = Markup("").join(
+        Markup("<h4>{}</h4>{}").format(escaped(str(stack.get("title", ""))), lines("\n".join(_frames(stack))))
+        for stack in found.get("stacks", ())
+        if isinstance(stack, Mapping)
+    )
+    return stacks + json_text(rest)
+
+
+def _frames(stack: Mapping[str, Any]) -> list[str]:
+    return [str(frame).rstrip("\n") for frame in stack.get("frames", ())]
+
+
+def query(given: Mapping[str, object], **more: object) -> str:
+    """The query string of a link: what was given, changed by `more`; None leaves a name out."""
+    values = {name: value for name, value in {**given, **more}.items() if value is not None}
+    return f"?{urlencode(values)}" if values else ""

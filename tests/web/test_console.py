@@ -1,0 +1,230 @@
+"""The console as its visitors meet it: real HTTP, a real database, real commands."""
+
+from __future__ import annotations
+
+import re
+from http.client import HTTPConnection
+from typing import Any
+
+import psycopg
+
+from commandbus import (
+    CommandBus,
+    HandlerRegistry,
+    NewCommand,
+    PermanentCommandError,
+    Saga,
+    Worker,
+    step,
+)
+from commandbus.web.access import Access, Visitor
+from support.waiting import within
+from web.conftest import Serve, Visit
+
+HOSTILE_ID = '<script>alert("1")</script>\u202e'
+HOSTILE = HOSTILE_ID + "\x1b[31m"
+PAGES = [
+    "/", "/commands", "/troubleshooting", "/stuck", "/limits", "/schedules", "/batches", "/processes", "/workers",
+    "/domains", "/rejected",
+]  # fmt: skip
+
+
+def settled(database: str, bus: CommandBus) -> None:
+    """Commands of every kind, settled by a worker."""
+    handlers = HandlerRegistry()
+
+    @handlers.handler("orders", "ship")
+    def ship(command: Any, ctx: Any) -> object:
+        if "bad" in command.data:
+            raise PermanentCommandError(command.data["bad"])
+        return {"shipped": command.data}
+
+    handlers.register_process(Saga("order", step("ship", "orders", data=lambda state: {"n": 1})))
+    bus.create_domain("processes")
+    bus.send("orders", "ship", {"n": 1}, command_id="good", correlation_id="all")
+    bus.send("orders", "ship", {"bad": HOSTILE}, command_id=HOSTILE_ID, correlation_id="all")
+    bus.send("orders", "ship", {"bad": "no address"}, command_id="bad")
+    bus.create_batch("orders", [NewCommand("ship", {"n": n}) for n in range(3)], batch_id="three")
+    bus.start_process(Saga("order", step("ship", "orders")), {}, process_id="p-1")
+    with psycopg.connect(database, autocommit=True) as conn:
+        conn.execute("SELECT pgmq.send('orders__commands', '{\"no\": \"command\"}')")
+    Worker(handlers, database_url=database).run(until_idle=True)
+
+
+def test_every_page_shows_real_data_and_hostile_text_as_text(database: str, bus: CommandBus, serve: Serve) -> None:
+    settled(database, bus)
+    bus.pause("orders", "later", operator="ann", reason=HOSTILE)
+    visit = serve()
+    for path in PAGES:
+        answer = visit.get(path)
+        assert answer.status == 200, path
+        assert "<script>alert" not in answer.text
+        assert "\u202e" not in answer.text
+        assert "\x1b" not in answer.text
+        assert "script-src 'self'" in answer.headers["content-security-policy"]
+    assert "2 commands of orders/ship are in the troubleshooting queue" in visit.get("/").text
+    assert "three" in visit.get("/batches").text
+    assert "3 of 3" in visit.get("/batch", domain="orders", id="three").text
+    assert "COMPLETED" in visit.get("/process", domain="processes", id="p-1").text.upper()
+    shown = visit.get("/command", domain="orders", id=HOSTILE_ID).text
+    assert "&lt;script&gt;alert" in shown
+    assert "\\u202e" in shown
+
+
+def test_the_search_box_finds_commands_batches_and_processes(database: str, bus: CommandBus, serve: Serve) -> None:
+    settled(database, bus)
+    visit = serve()
+    pages = {"good": "/command?", f"'{HOSTILE_ID}'": "/command?", "three": "/batch?", "p-1": "/process?"}
+    for id_, target in pages.items():
+        found = visit.get("/commands", search=id_)
+        assert (found.status, found.headers["location"][: len(target)]) == (303, target)
+        assert visit.get(found.headers["location"]).status == 200
+    assert "Nothing has the id nobody" in visit.get("/commands", search="nobody").text
+    rows = re.findall(r'<th scope="row">', visit.get("/commands", search="correlation:all status:tsq").text)
+    assert len(rows) == 1
+    first = visit.get("/commands").text
+    assert "The next page" not in first
+    bus.send_many("orders", [NewCommand("ship", {}) for _ in range(60)])
+    link = re.search(r'rel="next" href="([^"]+)"', visit.get("/commands", search="domain:orders").text)
+    assert link is not None
+    assert visit.get(link[1].replace("&amp;", "&")).status == 200
+
+
+def test_an_operator_acts_and_the_trail_names_them(database: str, bus: CommandBus, serve: Serve) -> None:
+    settled(database, bus)
+    visit = serve(Access(user_header="X-User", operators={"ann"}), headers={"X-User": "ann"})
+    page = "/command?domain=orders&id=bad"
+    done = visit.act("retry", page, domain="orders", id="bad", reason="address added")
+    assert "orders bad is in its queue again" in done.text
+    events = [(entry.event, entry.details) for entry in bus.get_audit_trail("orders", "bad")]
+    assert ("OPERATOR_RETRY", {"operator": "ann", "reason": "address added"}) in events
+    again = visit.act("retry", "/domains", domain="orders", id="bad")
+    assert again.status == 409
+    hostile = visit.act("complete", "/domains", domain="orders", id=HOSTILE_ID, result='{"by": "hand"}')
+    assert hostile.status == 200
+    record = bus.get_command("orders", HOSTILE_ID)
+    assert record is not None
+    assert (record.status, record.result) == ("COMPLETED", {"by": "hand"})
+    assert visit.act("complete", "/domains", domain="orders", id="bad", result="{").status == 400
+    assert visit.act("cancel", "/domains", domain="orders").status == 400
+    assert visit.act("explode", "/domains").status == 404
+
+
+def test_a_set_that_has_changed_since_the_preview_is_left_alone(
+    database: str, bus: CommandBus, serve: Serve
+) -> None:
+    settled(database, bus)
+    visit = serve()
+    page = "/troubleshooting?domain=orders&command_type=ship"
+    assert "Retry 2" in visit.get(page).text
+    refused = visit.act("retry-all", page, domain="orders", command_type="ship", expected="3")
+    assert refused.status == 409
+    assert "the preview showed 3 commands, and now there are 2" in refused.text
+    done = visit.act("cancel-all", page, domain="orders", command_type="ship", expected="2")
+    assert "2 commands are canceled" in done.text
+    assert "Nothing needs a person" in visit.get("/troubleshooting").text
+
+
+def test_a_reader_looks_and_changes_nothing(bus: CommandBus, serve: Serve) -> None:
+    visit = serve(Access(user_header="X-User", operators={"ann"}), headers={"X-User": "bob"})
+    assert '<form class="action"' not in visit.get("/domains").text
+    assert visit.post("/actions/pause", {"domain": "orders"}).status == 403
+    assert visit.post_json("/api/actions/pause", {"fields": {"domain": "orders"}}).status == 403
+    assert bus.pauses().items == []
+    assert Visit(visit.port).get("/").status == 403  # without the proxy
+
+
+def test_a_form_of_another_site_changes_nothing(bus: CommandBus, serve: Serve) -> None:
+    visit = serve()
+    mark = re.search(r'name="mark" value="([0-9a-f]+)"', visit.get("/domains").text)
+    assert mark is not None
+    fields = {"domain": "orders", "mark": mark[1]}
+    for answer in (
+        visit.post("/actions/pause", {"domain": "orders"}),
+        visit.post("/actions/pause", fields, Origin="http://evil.example"),
+        visit.post("/actions/pause", fields, Sec_Fetch_Site="cross-site"),
+        visit.post("/actions/pause", fields, Host="evil.example"),
+    ):
+        assert answer.status == 403
+    assert bus.pauses().items == []
+    assert visit.post("/actions/pause", fields).status == 200
+    assert [item.domain for item in bus.pauses()] == ["orders"]
+    assert "orders goes on" in visit.act("resume", "/domains", domain="orders").text
+
+
+def test_a_token_signs_in_and_works_as_a_bearer(bus: CommandBus, serve: Serve) -> None:
+    visit = serve(Access(tokens={"t" * 20: Visitor("ann", "operator")}))
+    assert (visit.get("/").status, visit.get("/").headers["location"]) == (303, "/sign-in")
+    assert visit.get("/api/domains").status == 401
+    assert visit.post("/sign-in", {"token": "wrong"}).status == 403
+    entered = visit.post("/sign-in", {"token": "t" * 20})
+    cookie = entered.headers["set-cookie"]
+    assert "HttpOnly" in cookie
+    assert "samesite=strict" in cookie.lower()
+    browser = Visit(visit.port, Cookie=cookie.partition(";")[0])
+    assert "ann (operator)" in browser.get("/").text
+    program = Visit(visit.port, Authorization=f"Bearer {'t' * 20}")
+    done = program.post_json("/api/actions/pause", {"fields": {"domain": "orders"}, "reason": "by a program"})
+    assert done.json == {"done": "orders is paused"}
+    assert [(item.operator, item.reason) for item in bus.pauses()] == [("ann", "by a program")]
+
+
+def test_the_api_describes_itself_and_gives_what_the_pages_show(
+    database: str, bus: CommandBus, serve: Serve
+) -> None:
+    settled(database, bus)
+    visit = serve()
+    described = visit.get("/api/openapi.json").json["paths"]
+    needed = {"/api/command", "/api/batch", "/api/process", "/api/actions/{name}"}
+    for path in described.keys() - needed:
+        answer = visit.get(path)
+        assert answer.status == 200, path
+        assert answer.json is not None
+    command = visit.get("/api/command", domain="orders", id="bad").json
+    assert command["command"]["status"] == "IN_TROUBLESHOOTING_QUEUE"
+    assert command["attempts"][0]["error"] == "no address"
+    assert visit.get("/api/batch", domain="orders", id="three").json["completed"] == 3
+    assert visit.get("/api/process", domain="processes", id="p-1").json["steps"][0]["name"] == "ship"
+    assert visit.get("/api/command", domain="orders", id="nobody").status == 404
+    assert visit.get("/api/commands", limit=9999).status == 422
+    assert visit.get("/api/commands", cursor="nonsense").status == 400
+    assert visit.get("/api/commands", search="status:nonsense").status == 400
+
+
+def test_the_first_page_changes_while_it_is_open(bus: CommandBus, serve: Serve) -> None:
+    visit = serve()
+    connection = HTTPConnection("127.0.0.1", visit.port, timeout=30)
+    connection.request("GET", "/now/events")
+    stream = connection.getresponse()
+    assert stream.headers["content-type"].startswith("text/event-stream")
+
+    def says(text: str) -> bool:
+        return text in stream.readline().decode()
+
+    within(20, lambda: says("Nothing needs you."))
+    bus.pause("orders", operator="ann")
+    within(20, lambda: says("orders is paused: all of it"))
+    connection.close()
+
+
+def test_a_locked_table_is_an_answer_after_two_seconds_and_then_all_is_well(
+    database: str, bus: CommandBus, serve: Serve
+) -> None:
+    visit = serve()
+    assert visit.get("/commands").status == 200
+    with psycopg.connect(database) as other:
+        other.execute("LOCK TABLE commandbus.command IN ACCESS EXCLUSIVE MODE")
+        answer = visit.get("/commands")
+        assert answer.status == 503
+        assert "does not answer" in answer.text or "took too long" in answer.text
+        assert visit.get("/health/live").json == {"status": "alive"}
+    assert visit.get("/commands").status == 200
+    assert visit.get("/health/ready").json == {"status": "ready"}
+
+
+def test_addresses_that_make_no_sense(bus: CommandBus, serve: Serve) -> None:
+    visit = serve()
+    for path in ("/command", "/command?domain=orders", "/batch?domain=x%00&id=1", "/process?id=%ff", "/nowhere"):
+        answer = visit.get(path)
+        assert answer.status in (400, 404, 422), path
+        assert "Traceback" not in answer.text
