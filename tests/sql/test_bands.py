@@ -25,6 +25,9 @@ NORMAL = {  # messages that never have a priority
     "processes/step.sql",
     "processes/message.sql",  # messages to processes
     "processes/reply_to_process.sql",
+    "processes/reply_to_parent.sql",
+    "processes/start_nested.sql",
+    "commandbus.signal_process",
     "commandbus.start_processes",
     "queues/send.sql",  # raw messages get their priority when they are adopted
     "queues/send_many.sql",
