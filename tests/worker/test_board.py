@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commandbus.worker.board import Board, Snapshot, State
+from commandbus.worker.board import CHUNK, Board, Snapshot, State
 from support.running import examples
 
 
@@ -67,6 +67,17 @@ def test_attempts_come_and_go_in_their_slots(pair) -> None:
     assert ours.read().first_stuck_at == 30.5
     theirs.leave(7)
     assert ours.read().slots == []
+
+
+def test_a_slot_may_run_a_chunk(pair) -> None:
+    theirs, ours = pair
+    theirs.enter(2, 0, 77, 1, 5.0, math.inf, CHUNK)
+    theirs.enter(3, 0, 78, 1, 5.0, math.inf)
+    shown = ours.read()
+    assert [(slot.msg_id, slot.is_chunk) for slot in shown.slots] == [(77, True), (78, False)]
+    assert shown.nonsense == ""
+    theirs.leave(2)
+    assert [slot.msg_id for slot in ours.read().slots] == [78]
 
 
 def test_a_replaced_thread_is_remembered(pair) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from commandbus.worker import running_file
-from commandbus.worker.running_file import KEPT_SECONDS, RunningFile, own_folder, read
+from commandbus.worker.running_file import KEPT_SECONDS, RunningFile, own_folder, read, read_slots
 
 
 @pytest.fixture
@@ -40,6 +40,32 @@ def test_it_says_what_runs_also_to_other_processes(shared_memory: Path) -> None:
     assert read("w1") == {("orders", 7), ("mail", 7)}
     file.enter(0, "orders", 8)
     assert read("w1") == {("orders", 8), ("mail", 7)}
+
+
+def test_it_says_which_commands_run_in_a_chunk(shared_memory: Path) -> None:
+    file = RunningFile.create("w1", ["orders", "mail"], 4, 3)
+    assert file is not None
+    file.enter_chunk(2, "mail", [5, 9, 7])
+    file.enter(3, "orders", 8)
+    assert read_slots("w1") == {2: {("mail", 5), ("mail", 9), ("mail", 7)}, 3: {("orders", 8)}}
+    assert read("w1") == {("mail", 5), ("mail", 9), ("mail", 7), ("orders", 8)}
+    file.enter_chunk(2, "orders", [4, 6])
+    assert read_slots("w1") == {2: {("orders", 4), ("orders", 6)}, 3: {("orders", 8)}}
+    file.enter(2, "orders", 4)  # the same command by itself
+    assert read_slots("w1") == {2: {("orders", 4)}, 3: {("orders", 8)}}
+    file.enter_chunk(2, "orders", [4, 6])
+    file.leave(2)
+    assert read("w1") == {("orders", 8)}
+
+
+def test_a_chunk_that_was_overwritten_says_nothing(shared_memory: Path) -> None:
+    file = RunningFile.create("w1", ["orders"], 1, 3)
+    assert file is not None
+    file.enter_chunk(0, "orders", [5, 9])
+    data = bytearray(content().read_bytes())
+    data[-8 - 4 * 8] = 4  # more than the largest chunk
+    content().write_bytes(data)
+    assert read("w1") is None
 
 
 def test_of_a_worker_that_left_no_file_nobody_knows(shared_memory: Path) -> None:
