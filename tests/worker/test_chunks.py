@@ -285,7 +285,7 @@ def test_writes_and_all_completions_are_one_commit(
 def test_a_handler_with_transaction_true_gets_one_for_the_chunk(
     bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker
 ) -> None:
-    @handlers.handler("orders", "index", chunk=4, chunk_wait="100ms", transaction=True)
+    @handlers.handler("orders", "index", chunk=4, chunk_wait="100ms", transaction="repeatable read", timeout=30)
     def index(commands: Any, ctx: Any, tx: Any) -> list[Any]:
         with pytest.raises(TransactionUsedError):
             ctx.transaction()
@@ -449,6 +449,27 @@ def test_commands_that_expire_while_they_are_gathered_do_not_run(
     until_settled(db)
     assert seen == ["kept"]
     assert statuses(db) == {"COMPLETED": 1, "CANCELED": 1}
+
+
+def test_a_command_whose_lease_was_lost_while_it_was_gathered_does_not_run(
+    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker
+) -> None:
+    seen: list[list[str]] = []
+
+    @handlers.handler("orders", "index", chunk=4, chunk_wait="700ms")
+    def index(commands: Any, ctx: Any) -> None:
+        seen.append([command.command_id for command in commands])
+
+    send(bus, 3)
+    worker = start_worker(handlers)
+    assert worker._runtime is not None
+    held = worker._runtime.attempts.held
+    until(lambda: len(held) == 3)
+    for attempt in held.copy():
+        attempt.is_lost = attempt.command_id == "c000"
+    until(lambda: statuses(db).get("COMPLETED") == 2)
+    assert seen == [["c001", "c002"]]
+    assert worker.stop().unwritten == 0
 
 
 def test_singles_beside_chunks_do_not_wait_for_them_or_swamp_the_worker(
