@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import asyncio
 import contextvars
+import json
 import os
 import re
 import shlex
@@ -194,9 +195,9 @@ def test_payloads_have_types(bus: CommandBus, database: str, monkeypatch: pytest
     found = bus.get_command("orders", "money")
     assert found is not None
     assert found.data == [{"cents": 5}]
-    schema = schema_of(names["ShipOrder"])
-    shown = block("console", "commandbus handlers").splitlines()[1]
-    assert shown.startswith(f'{{"orders/ship": {{"$schema": "{schema["$schema"]}", "$ref": "{schema["$ref"]}"')
+    printed = json.dumps({"orders/ship": schema_of(names["ShipOrder"])}, indent=2)
+    shown = block("console", "commandbus handlers").splitlines()[1:-1]
+    assert printed.splitlines()[: len(shown)] == shown
 
 
 def test_the_configuration_file_loads_and_each_line_of_it_counts(tmp_path: Path) -> None:

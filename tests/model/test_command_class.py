@@ -56,6 +56,7 @@ def test_what_cannot_be_marked() -> None:
         (DataclassOrder, "DataclassOrder is a class: send an instance of it"),
         (object(), "object is not marked"),
         (None, "NoneType is not marked"),
+        (NewCommand("ship"), "a NewCommand has no domain: use bus.commands.save"),
     ],
 )
 def test_what_is_no_command_is_refused(item: object, said: str) -> None:

@@ -10,6 +10,8 @@ from typing import Annotated, Any, Generic, Literal, NewType, TypedDict, TypeVar
 from uuid import UUID
 
 import jsonschema
+import msgspec
+import pydantic
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -152,6 +154,45 @@ def test_unions_and_containers() -> None:
     for bad, data in ((tuple[int, str], [1]), (dict[int, int], {"x": 1}), (list[int], "12"), (bool, 1), (None, 0)):
         with pytest.raises(MismatchError):
             reader_of(bad)(data)
+
+
+class Cat(pydantic.BaseModel):
+    kind: Literal["cat"]
+    lives: int = 9
+
+
+class Dog(pydantic.BaseModel):
+    kind: Literal["dog"]
+
+
+class Bus(msgspec.Struct, tag=True):
+    seats: int = 0
+
+
+class Car(msgspec.Struct, tag=True):
+    seats: int = 0
+
+
+class Untagged(msgspec.Struct):
+    wheels: int
+
+
+def test_packages_read_unions_of_their_own_types() -> None:
+    pet = Annotated[Cat | Dog, pydantic.Field(discriminator="kind")]
+    assert reader_of(pet)({"kind": "dog"}) == Dog(kind="dog")
+    assert "data.cat.lives: Input should be a valid integer" in refusal(pet, {"kind": "cat", "lives": "x"})
+    assert "discriminator" in schema_of(pet)
+    assert reader_of(Bus | Car)({"type": "Car", "seats": 4}) == Car(4)
+    assert reader_of(Untagged | StructItem)({"name": "nut", "price": 1}) == StructItem("nut", Decimal(1))
+    for kind in (pet, Bus | Car, Untagged | StructItem):
+        jsonschema.Draft202012Validator.check_schema(schema_of(kind))
+
+
+def test_what_is_nested_too_deeply_is_refused() -> None:
+    nested: Any = dict(EMPTY)
+    for _ in range(2000):
+        nested = EMPTY | {"parent": nested}
+    assert refusal(DataclassOrder, nested).endswith("data: is nested too deeply")
 
 
 def test_what_describes_a_payload() -> None:

@@ -152,11 +152,16 @@ class BusBase:
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise ValueError(f"chunk_size must be a whole number of at least 1, not {size!r}")
         limit = self.settings.max_payload_bytes
-        outgoing = send.prepare_all(commands, max_bytes=limit, domain=domain, plain=self._plain)
+        outgoing = send.prepare_all(commands, max_bytes=limit, domain=domain, plain=self._plain_or_none)
         while chunk := list(islice(outgoing, size)):
             yield self._unless_refused(
                 domain, send.send_chunk(domain, chunk, self), (item.command_type for item in chunk)
             )
+
+    @property
+    def _plain_or_none(self) -> Callable[[NewCommand], NewCommand] | None:
+        """`_plain`, if it does anything."""
+        return None if self._json_default is None else self._plain
 
     def _plain(self, new: N) -> N:
         """The same, with the application's own objects in its data made JSON (`json_default`)."""

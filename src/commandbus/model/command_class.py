@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from commandbus.errors import InvalidCommandError
 from commandbus.model import names
+from commandbus.model.command import NewCommand
 
 C = TypeVar("C", bound=type)
 D = TypeVar("D")
@@ -78,6 +79,10 @@ def addressed(value: object) -> tuple[str, str, Any]:
         )
     if isinstance(value, type):
         raise InvalidCommandError(f"{value.__name__} is a class: send an instance of it, {value.__name__}(…)")
+    if isinstance(value, NewCommand):
+        raise InvalidCommandError(
+            "a NewCommand has no domain: use bus.commands.save(domain, command), or send_many(domain, [command])"
+        )
     try:
         domain, command_type = require_address(type(value))
     except TypeError as error:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import collections.abc
 import dataclasses
 import re
-import sys
 import typing
 from collections.abc import Callable, Iterable
 from datetime import date, datetime, time, timedelta
@@ -21,11 +20,13 @@ from uuid import UUID
 
 from commandbus.errors import ConfigurationError
 from commandbus.model import payload
+from commandbus.model.payload_packages import pydantic_reader, struct_reader
 from commandbus.model.payload_types import (
     MismatchError,
     Problem,
     Reader,
     bare,
+    is_all,
     is_dataclass,
     is_pydantic,
     is_struct,
@@ -40,7 +41,7 @@ _made: dict[Any, Reader] = {}
 
 def reader_of(annotation: Any) -> Reader:
     """What reads a parsed JSON value as this type. ConfigurationError if it describes no JSON."""
-    kind = bare(annotation)
+    kind = annotation if is_all(annotation, is_pydantic) else bare(annotation)
     try:
         if (known := _made.get(kind)) is not None:
             return known
@@ -57,10 +58,10 @@ def reader_of(annotation: Any) -> Reader:
 
 
 def _make(kind: Any) -> Reader:
-    if is_pydantic(kind):
-        return _of_pydantic(kind)
-    if is_struct(kind):
-        return _of_struct(kind)
+    if is_all(kind, is_pydantic):
+        return pydantic_reader(kind)
+    if is_all(kind, is_struct) and (made := struct_reader(kind)) is not None:
+        return made
     if kind in _SIMPLE:
         return _SIMPLE[kind]
     if is_union(kind):
@@ -383,51 +384,3 @@ def is_required_key(kind: Any, name: str, hint: Any) -> bool:
     if origin in (typing.Required, typing.NotRequired):
         return origin is typing.Required
     return name in kind.__required_keys__
-
-
-# --- what others read --------------------------------------------------------------------------------------------
-
-
-def _of_pydantic(kind: Any) -> Reader:
-    pydantic: Any = sys.modules["pydantic"]
-    try:
-        adapter = pydantic.TypeAdapter(kind)
-    except pydantic.errors.PydanticUserError as error:
-        raise ConfigurationError(
-            f"pydantic cannot read {kind.__qualname__}: {str(error).splitlines()[0]}"
-        ) from None
-
-    def read(value: Any) -> Any:
-        try:
-            return adapter.validate_json(payload.compact(value))
-        except pydantic.ValidationError as error:
-            found = error.errors(include_url=False, include_context=False)
-        raise MismatchError(*(_of_pydantic_error(each) for each in found))
-
-    return read
-
-
-def _of_pydantic_error(error: Any) -> Problem:
-    value = dataclasses.MISSING if error["type"] in ("missing", "extra_forbidden") else error["input"]
-    return Problem(tuple(error["loc"]), error["msg"], value)
-
-
-_PLACE = re.compile(r" - at `\$?(.*)`\Z", re.DOTALL)
-_PART = re.compile(r"\.([^.\[]+)|\[(\d+)\]|\[\.\.\.\]")
-
-
-def _of_struct(kind: Any) -> Reader:
-    msgspec: Any = sys.modules["msgspec"]
-    decode = msgspec.json.Decoder(kind).decode
-
-    def read(value: Any) -> Any:
-        try:
-            return decode(payload.compact(value).encode())
-        except msgspec.ValidationError as error:
-            said = str(error)
-        place = _PLACE.search(said)
-        parts = _PART.finditer(place[1]) if place else ()
-        path = tuple(part[1] or (int(part[2]) if part[2] else "…") for part in parts)
-        raise MismatchError(Problem(path, _PLACE.sub("", said)))
-
-    return read

@@ -18,7 +18,15 @@ from uuid import UUID
 from commandbus.errors import InvalidCommandError
 from commandbus.model import payload
 from commandbus.model.payload_reading import ARRAYS, OBJECTS, hints_of, is_required_key
-from commandbus.model.payload_types import bare, is_dataclass, is_pydantic, is_struct, is_typed_dict, is_union
+from commandbus.model.payload_types import (
+    bare,
+    is_all,
+    is_dataclass,
+    is_pydantic,
+    is_struct,
+    is_typed_dict,
+    is_union,
+)
 from commandbus.model.to_json import to_json
 
 DRAFT = "https://json-schema.org/draft/2020-12/schema"
@@ -61,9 +69,9 @@ class _Making:
 
     def of(self, annotation: Any) -> Schema:
         """The schema of a type inside this one."""
+        if is_all(annotation, is_pydantic):
+            return self._of_pydantic(annotation)
         kind = bare(annotation)
-        if is_pydantic(kind):
-            return self._of_pydantic(kind)
         if is_struct(kind):
             return self._of_struct(kind)
         if kind in _SIMPLE:

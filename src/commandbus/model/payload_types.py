@@ -62,6 +62,8 @@ def read_payload(read: Reader, data: object, annotation: object) -> Any:
         return read(data)
     except MismatchError as error:
         problems = error.problems
+    except RecursionError:
+        problems = (Problem((), "is nested too deeply"),)
     said = "; ".join(str(problem) for problem in problems[:_MOST_IN_TEXT])
     if len(problems) > _MOST_IN_TEXT:
         said += f"; and {len(problems) - _MOST_IN_TEXT} more"
@@ -101,6 +103,14 @@ _QUALIFIERS = tuple(
 
 def is_union(kind: object) -> bool:
     return typing.get_origin(kind) in (Union, types.UnionType)
+
+
+def is_all(annotation: object, test: Callable[[object], bool]) -> bool:
+    """Is it a type of this family, or a union of such types? Then the family reads it as a whole."""
+    kind = bare(annotation)
+    members = typing.get_args(kind) if is_union(kind) else (kind,)
+    others = [bare(member) for member in members if member is not type(None)]
+    return bool(others) and all(test(member) for member in others)
 
 
 def is_pydantic(kind: object) -> bool:

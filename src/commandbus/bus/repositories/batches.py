@@ -51,7 +51,7 @@ LOOK_SECONDS = 0.5
 def _create(bus: BusBase, domain: str, commands: Commands, **definition: Any) -> Operation[CreatedBatch]:
     limit = bus.settings.max_payload_bytes
     made = batch_create.define(domain, max_bytes=limit, **definition)
-    outgoing = batch_create.prepare_all(commands, max_bytes=limit, domain=domain, plain=bus._plain)
+    outgoing = batch_create.prepare_all(commands, max_bytes=limit, domain=domain, plain=bus._plain_or_none)
     guard = bus._guard(domain)
     if guard is None:
         return batch_create.create(made, outgoing)
@@ -60,7 +60,7 @@ def _create(bus: BusBase, domain: str, commands: Commands, **definition: Any) ->
 
 def _add(bus: BusBase, domain: str, batch_id: str, commands: Commands) -> Operation[int]:
     limit = bus.settings.max_payload_bytes
-    outgoing = batch_create.prepare_all(commands, max_bytes=limit, domain=domain, plain=bus._plain)
+    outgoing = batch_create.prepare_all(commands, max_bytes=limit, domain=domain, plain=bus._plain_or_none)
     guard = bus._guard(names.check_domain(domain))
     if guard is None:
         return batch_create.add(domain, batch_id, outgoing)

@@ -108,7 +108,7 @@ def prepare_all(
     *,
     max_bytes: int = payload.DEFAULT_MAX_BYTES,
     domain: str | None = None,
-    plain: Callable[[NewCommand], NewCommand] = lambda new: new,
+    plain: Callable[[NewCommand], NewCommand] | None = None,
 ) -> Iterator[Outgoing]:
     """Check commands one by one as they come. The error says which command is wrong."""
     return send.prepare_all(commands, max_bytes=max_bytes, of="the batch", domain=domain, plain=plain)

@@ -59,10 +59,6 @@ Sendable: TypeAlias = NewCommand | Mapping[str, object] | PayloadObject
 """What `send_many` and batches take."""
 
 
-def _as_it_is(new: NewCommand) -> NewCommand:
-    return new
-
-
 MOST_RULED = 10_000
 _ruled: set[tuple[str, str]] = set()
 """Command types (domain, type) that had a rule when this program last sent one: the next send asks for it at once.
@@ -135,7 +131,7 @@ def prepare_all(
     max_bytes: int,
     of: str = "send_many",
     domain: str | None = None,
-    plain: Callable[[NewCommand], NewCommand] = _as_it_is,
+    plain: Callable[[NewCommand], NewCommand] | None = None,
 ) -> Iterator[Outgoing]:
     """Check commands one by one as they come. The error names the number of the bad one, counted from 1.
 
@@ -144,7 +140,8 @@ def prepare_all(
     """
     for number, item in enumerate(commands, 1):
         try:
-            prepared = prepare(plain(to_new_command(item, domain)), max_bytes=max_bytes)
+            new = to_new_command(item, domain)
+            prepared = prepare(new if plain is None else plain(new), max_bytes=max_bytes)
         except InvalidCommandError as error:
             raise InvalidCommandError(f"command {number} of {of}: {error}") from None
         yield prepared
