@@ -84,6 +84,7 @@ def test_every_block_of_the_guide_is_run_by_a_test_here() -> None:
         'key_limit="printer"',
         "commandbus keys list",
         "urgent = bus.send",
+        '"pay", priority="high"',
         "def test_an_order_is_shipped",
         "bus.queues.",
         "RedisSemaphore(",
@@ -328,6 +329,12 @@ def test_the_example_of_priorities_runs(bus: CommandBus, database: str) -> None:
     Worker(handlers, database_url=database, concurrency=1).run(until_idle=True)
     assert order[0] == 20
     assert sorted(order) == [18, 19, 20]
+    exec(block("python", '"pay", priority="high"'), {"handlers": handlers})
+    Worker(handlers, database_url=database).run(until_idle=True)  # it declares the priority
+    sent = bus.send("orders", "pay")
+    found = bus.get_command("orders", sent.command_id)
+    assert found is not None
+    assert found.priority == "high"
 
 
 def test_the_batch_example_runs(bus: CommandBus, database: str, capsys: pytest.CaptureFixture[str]) -> None:

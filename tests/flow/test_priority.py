@@ -9,17 +9,21 @@ from typing import Any
 
 import psycopg
 import pytest
+from breaker_harness import half_open, open_it
 from flow_harness import Bus, expire_leases, fail, one, send_raw, started
 
 from commandbus import (
     CommandBus,
     CommandNotFoundError,
+    HandlerRegistry,
     InvalidCommandError,
     InvalidOperationError,
     NewCommand,
     PermanentCommandError,
 )
 from commandbus.flow.commands.claim import Claim, claim, next_due
+from commandbus.flow.commands.declare_priorities import declare_priorities
+from commandbus.flow.commands.expire import BEGINNING, due_to_expire, expire
 from commandbus.flow.commands.rescue import claimable_work, held_by
 from commandbus.model.priority import HIGH, LOW, NORMAL
 from commandbus.worker.execution.attempt import Attempt
@@ -171,15 +175,48 @@ def test_status_counts_and_ages_know_the_bands(three: Bus, db: Db) -> None:
     assert (status.ready, status.delayed, status.running) == (0, 0, 3)
 
 
-def test_a_pause_parks_and_a_resume_wakes_in_the_bands(three: Bus, db: Db) -> None:
-    three.pause("orders", "Ship", operator="ann")
+@pytest.mark.parametrize("why", ["pause", "breaker"])
+def test_what_is_parked_and_woken_stays_in_its_band(three: Bus, db: Db, why: str) -> None:
+    stop, go = (three.pause, three.resume) if why == "pause" else (three.open_breaker, three.close_breaker)
+    stop("orders", "Ship", operator="ann")
     assert claim_each(three) == {}
     assert in_bands(db) == KEPT
     assert all(due_in(db, name) > 300_000_000 for name in ALL)
     assert three.status("orders")[0].parked == 3
-    three.resume("orders", "Ship", operator="ann")
+    go("orders", "Ship", operator="ann")
     assert in_bands(db) == KEPT
     assert set(claim_each(three)) == set(ALL)
+
+
+def test_a_breaker_s_probe_stays_in_its_band(orders: Bus, db: Db) -> None:
+    orders.send("orders", "Ship", command_id="low", priority="low")
+    open_it(orders)
+    assert claim_each(orders) == {}
+    half_open(orders, db)
+    assert in_bands(db) == {"low": "low"}
+    assert set(claim_each(orders)) == {"low"}
+
+
+def test_expired_ones_are_found_in_every_band(orders: Bus, db: Db) -> None:
+    for name in ALL:
+        orders.send("orders", "Ship", command_id=name, priority=name, expires=60)
+    db.execute("UPDATE commandbus.command SET expires_at = now() - interval '1 s'")
+    due = orders.run(due_to_expire(BEGINNING, 0))
+    assert len(due) == 3
+    orders.run(expire("orders", [item.id for item in due]))
+    assert in_bands(db) == {}
+    assert {orders.get_command("orders", name).status for name in ALL} == {"CANCELED"}
+
+
+def test_metrics_of_the_queue_know_the_bands(three: Bus, part: Callable[[str], Any], db: Db) -> None:
+    three.send("orders", "Ship", priority="high", delay=60)
+    three.send("orders", "Ship", priority="low", delay=60)
+    metrics = part("queues").metrics("orders__commands")
+    assert (metrics.queue_length, metrics.queue_visible_length) == (5, 3)
+    three.create_queue("other")
+    part("queues").send("other", {})
+    db.execute("UPDATE pgmq.q_other SET vt = '2999-12-31'")  # hidden, and of no priority
+    assert part("queues").metrics("other").queue_visible_length == 0
 
 
 def test_an_operator_s_retry_keeps_the_priority(three: Bus, db: Db) -> None:
@@ -262,6 +299,99 @@ def test_a_schedule_s_commands_have_its_priority(
     assert list(in_bands(db).values()) == [name]
     with pytest.raises(InvalidCommandError, match=r"priority must be .* not 'urgent'"):
         schedules.create("orders", "other", every="1h", priority="urgent")
+
+
+# --- the priority of a handler, and of a batch ------------------------------------------------------------------
+
+
+@pytest.fixture
+def urgent(orders: Bus) -> Bus:
+    """A bus whose domain has a type with high priority, as the handler of a worker declared it."""
+    assert orders.run(declare_priorities({("orders", "Pay"): HIGH, ("orders", "Ship"): None})) == []
+    return orders
+
+
+def test_senders_apply_the_priority_of_the_handler(urgent: Bus, db: Db) -> None:
+    for _ in range(2):  # the second time the sender knows that there is a rule
+        urgent.send("orders", "Pay")
+    urgent.send("orders", "Pay", headers={"a": 1}, delay=5)
+    urgent.send("orders", "Pay", unique="k")
+    urgent.send_many("orders", [NewCommand("Pay"), NewCommand("Pay", command_id="mine")])
+    assert set(in_bands(db).values()) == {"high"}
+    assert one(db, "SELECT count(*) FROM commandbus.command WHERE priority = 1") == 6
+    sent = urgent.send("orders", "Ship")
+    urgent.send_many("orders", [NewCommand("Ship")])
+    assert in_bands(db)[sent.command_id] == "normal"
+    assert one(db, "SELECT count(*) FROM commandbus.command WHERE priority IS NULL") == 2
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_the_sender_s_priority_wins(urgent: Bus, db: Db, name: Any) -> None:
+    urgent.send("orders", "Pay", priority=name)
+    urgent.send("orders", "Pay", priority=name, unique="k")
+    urgent.send("orders", "Pay", priority=name, unique="k", on_conflict="replace")
+    urgent.send_many("orders", [NewCommand("Pay", priority=name), NewCommand("Ship", priority=name)])
+    urgent.create_batch("orders", [{"command_type": "Pay", "priority": name}])
+    assert set(in_bands(db).values()) == {name}
+
+
+def test_a_replacement_a_raw_message_and_a_firing_have_it_too(urgent: Bus, part: Any, db: Db) -> None:
+    urgent.send("orders", "Ship", unique="k")
+    urgent.send("orders", "Pay", unique="k", on_conflict="replace")
+    send_raw(db, json.dumps({"command_type": "Pay", "command_id": "raw"}))
+    send_raw(db, json.dumps({"command_type": "Pay", "command_id": "low", "priority": "low"}))
+    urgent.claim()
+    part("schedules").create("orders", "nightly", every="1h", command_type="Pay")
+    part("schedules").run_now("orders", "nightly")
+    bands = in_bands(db)
+    assert bands.pop("low") == "low"
+    assert len(bands) == 3
+    assert set(bands.values()) == {"high"}
+
+
+def test_a_batch_has_a_priority_for_its_members(urgent: Bus, db: Db) -> None:
+    made = urgent.create_batch(
+        "orders", [NewCommand("Ship"), NewCommand("Ship", priority="high", command_id="own")], priority="low",
+        is_open=True,
+    )  # fmt: skip
+    urgent.add_to_batch("orders", made.batch_id, [NewCommand("Ship", command_id="later")])
+    urgent.add_to_batch("orders", made.batch_id, [NewCommand("Pay", command_id="rule")])
+    urgent.create_batch("orders", [NewCommand("Pay", command_id="of handler")])
+    bands = in_bands(db)
+    assert (bands["own"], bands["later"], bands["rule"], bands["of handler"]) == ("high", "low", "low", "high")
+    assert sorted(bands.values()) == ["high", "high", "low", "low", "low"]
+    with pytest.raises(InvalidCommandError, match=r"priority must be .* not 'urgent'"):
+        urgent.create_batch("orders", [NewCommand("Ship")], priority="urgent")
+
+
+def test_the_last_worker_to_start_says_the_priority(urgent: Bus, db: Db) -> None:
+    assert urgent.run(declare_priorities({("orders", "Pay"): HIGH})) == []
+    (note,) = urgent.run(declare_priorities({("orders", "Pay"): LOW}))
+    assert note == "command type orders/Pay was declared with high priority before, now with low"
+    urgent.send("orders", "Pay", command_id="a")
+    assert in_bands(db) == {"a": "low"}
+    (note,) = urgent.run(declare_priorities({("orders", "Pay"): None}))
+    assert note.endswith("low priority before, now with none")
+    assert one(db, "SELECT count(*) FROM commandbus.type_rule") == 0
+    urgent.send("orders", "Pay", command_id="b")
+    assert in_bands(db) == {"a": "low", "b": "normal"}
+
+
+def test_a_rule_with_a_key_limit_and_one_with_a_priority_share_a_row(urgent: Bus, db: Db) -> None:
+    db.execute(
+        "UPDATE commandbus.type_rule SET key_limit = 'tenant', key_path = 'data.tenant' WHERE command_type = 'Pay'"
+    )
+    urgent.run(declare_priorities({("orders", "Pay"): None}))
+    assert one(db, "SELECT key_limit FROM commandbus.type_rule WHERE priority IS NULL") == "tenant"
+    urgent.run(declare_priorities({("orders", "Pay"): LOW}))
+    assert one(db, "SELECT key_limit FROM commandbus.type_rule WHERE priority = -1") == "tenant"
+
+
+@pytest.mark.parametrize("value", ["urgent", 1, ""])
+def test_a_handler_s_bad_priority_is_named(value: Any) -> None:
+    with pytest.raises(ValueError, match="priority must be") as caught:
+        HandlerRegistry().register("orders", "ship", lambda ctx: None, priority=value)
+    assert repr(value) in str(caught.value)
 
 
 # --- an operator changes it -----------------------------------------------------------------------------------

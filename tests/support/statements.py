@@ -105,6 +105,7 @@ def _in_files() -> Iterator[Found]:
                 "others": sql.part("commands/others_due"),
                 "shift": claim._SHIFTS[claim.HIGH],
                 "shift_back": claim._SHIFTS[claim.LOW],
+                "due": "q.vt",
                 "table": "rejected_message",
                 "of_age": unhandled._OF_AGE,
                 **messages.LAST_READ,

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import psycopg
 import pytest
 
-from commandbus import CommandBus, HandlerRegistry, Limit, NewCommand, Worker
+from commandbus import CommandBus, HandlerRegistry, Limit, NewCommand, Saga, Snooze, Worker, step
 from commandbus.worker.claim_cursors import LOW_SHARE, DomainCursors
 from support.waiting import one, statuses, until, until_settled
+from support.workers import quick_settings
 
 StartWorker = Callable[..., Worker]
 Db = psycopg.Connection[Any]
@@ -105,23 +108,129 @@ def test_two_workers_finish_all_priorities_once(
     assert sorted(map(int, ran)) == list(range(600))
 
 
+@pytest.mark.parametrize("store", ["postgres", "redis"])
 def test_a_limit_s_line_goes_by_priority(
-    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker, gate: threading.Event
+    bus: CommandBus,
+    db: Db,
+    handlers: HandlerRegistry,
+    start_worker: StartWorker,
+    gate: threading.Event,
+    redis_url: str,
+    store: Any,
 ) -> None:
     order: list[str] = []
 
-    @handlers.handler("orders", "work", limits=[Limit("api", concurrency=1)])
+    @handlers.handler("orders", "work", limits=[Limit("api", concurrency=1, store=store)])
     def work(ctx: Any) -> None:
         order.append(ctx.command.command_id)
         gate.wait(30)
 
-    start_worker(handlers, concurrency=8)
+    start_worker(handlers, concurrency=8, **({"redis_url": redis_url} if store == "redis" else {}))
     bus.send("orders", "work", command_id="first")
     until(lambda: order)
-    for name, priority in (("low", "low"), ("normal", "normal"), ("high", "high")):
+    for name, priority in (("changed", "low"), ("low", "low"), ("normal", "normal"), ("high", "high")):
         bus.send("orders", "work", command_id=name, priority=priority)  # type: ignore[arg-type]
-        until(lambda name=name: bus.get_command("orders", name).attempts)  # type: ignore[misc]
-    until(lambda: one(db, "SELECT count(*) FROM commandbus.parked WHERE woken_at IS NULL") == 3)
+        until(partial(one, db, "SELECT waived FROM commandbus.command WHERE command_id = %s", name))
+    until(lambda: one(db, "SELECT count(*) FROM commandbus.parked WHERE woken_at IS NULL") == 4)
+    bus.commands.set_priority("orders", "changed", "high", operator="ann")
     gate.set()
     until_settled(db)
-    assert order == ["first", "high", "normal", "low"]
+    assert order == ["first", "changed", "high", "normal", "low"]
+
+
+def test_a_worker_declares_the_priority_of_its_handlers(
+    bus: CommandBus,
+    db: Db,
+    database: str,
+    handlers: HandlerRegistry,
+    start_worker: StartWorker,
+    gate: threading.Event,
+) -> None:
+    order: list[str] = []
+
+    def work(ctx: Any) -> None:
+        order.append(ctx.command.command_type)
+        gate.wait(30)
+
+    handlers.register("orders", "work", work)
+    handlers.register("orders", "pay", work, priority="high")
+    handlers.register("orders", "tidy", work, priority="low")
+    start_worker(handlers, concurrency=1)
+    bus.send("orders", "work")
+    until(lambda: order)
+    with CommandBus(database) as other:  # a program that knows nothing of the handlers
+        for kind in ("tidy", "work", "pay"):
+            other.send("orders", kind, command_id=kind)
+    assert [bus.get_command("orders", kind).priority for kind in ("tidy", "work", "pay")] == [  # type: ignore[union-attr]
+        "low", "normal", "high",
+    ]  # fmt: skip
+    gate.set()
+    until_settled(db)
+    assert sorted(order) == ["pay", "tidy", "work", "work"]
+
+
+def test_a_process_s_step_has_the_priority_of_its_handler(
+    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker
+) -> None:
+    bus.create_domain("processes")
+    handlers.register("orders", "pay", lambda ctx: None, priority="high")
+    saga = Saga("order", step("pay", "orders"))
+    handlers.register_process(saga)
+    start_worker(handlers)
+    bus.start_process(saga, {}, process_id="p")
+    until(lambda: one(db, "SELECT count(*) FROM commandbus.process WHERE finished_at IS NOT NULL"))
+    assert one(db, "SELECT priority FROM commandbus.command WHERE command_type = 'pay'") == 1
+
+
+def test_until_idle_runs_what_has_low_or_high_priority(
+    bus: CommandBus, db: Db, database: str, handlers: HandlerRegistry
+) -> None:
+    handlers.register("orders", "work", lambda ctx: None)
+    for priority in ("low", "high"):
+        bus.send("orders", "work", priority=priority)  # type: ignore[arg-type]
+    Worker(handlers, settings=quick_settings(database)).run(until_idle=True)
+    assert statuses(db) == {"COMPLETED": 2}
+
+
+def test_what_was_snoozed_keeps_its_priority(
+    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker
+) -> None:
+    seen: set[str] = set()
+
+    @handlers.handler("orders", "work")
+    def work(ctx: Any) -> None:
+        if ctx.command.command_id not in seen:
+            seen.add(ctx.command.command_id)
+            raise Snooze(0.3, "not yet")
+
+    bands = (
+        "SELECT count(*) FROM pgmq.q_orders__commands "
+        "WHERE headers IS NULL AND (vt < '1500-01-01' OR vt > '2500-01-01')"
+    )
+    start_worker(handlers, **SELDOM)
+    for priority in ("low", "high"):
+        bus.send("orders", "work", priority=priority)  # type: ignore[arg-type]
+    until(lambda: one(db, bands))
+    until_settled(db, 5.0)
+    assert one(db, "SELECT array_agg(priority ORDER BY id) FROM commandbus.command") == [-1, 1]
+
+
+@pytest.mark.parametrize("priority", ["high", "low"])
+def test_an_idle_worker_does_not_spin_over_a_command_that_it_cannot_claim(
+    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker, database: str, priority: Any
+) -> None:
+    """Somebody has locked its row: the worker looks again every 50 ms, and not at once."""
+    handlers.register("orders", "work", lambda ctx: None)
+    with psycopg.connect(database) as holder:
+        bus.send("orders", "work", priority=priority)
+        holder.execute("SELECT FROM pgmq.q_orders__commands FOR UPDATE")
+        worker = start_worker(handlers, **SELDOM)
+        rounds: list[float] = []
+        claimer = worker._runtime._claimer  # type: ignore[union-attr]
+        ask = claimer._next_due
+        claimer._next_due = lambda *given: rounds.append(0) or ask(*given)  # type: ignore
+        until(lambda: len(rounds) > 3)
+        began, before = time.monotonic(), len(rounds)
+        until(lambda: len(rounds) >= before + 5)
+        assert time.monotonic() - began > 5 * 0.04
+    until_settled(db, 5.0)

@@ -26,6 +26,7 @@ from commandbus.model import names
 from commandbus.model.batch import COMPLETE_WHEN, BatchStatus, completion_of
 from commandbus.model.command import NewCommand
 from commandbus.model.counting import counted
+from commandbus.model.priority import PRIORITIES
 
 F = TypeVar("F", bound=Callable[..., Any])
 FEW = 5
@@ -66,6 +67,7 @@ def _when_complete(function: F) -> F:
     type=click.Choice(["troubleshoot", "fail"]),
     help="What happens to its commands when their attempts are used up.",
 )
+@click.option("--priority", type=click.Choice(PRIORITIES), help="For commands that have none of their own.")
 @click.option("--open", "is_open", is_flag=True, help="Leave it open for `batch add`, until `batch close`.")
 @click.pass_obj
 def create(

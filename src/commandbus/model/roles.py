@@ -90,7 +90,8 @@ _PRODUCER = [
     ("SELECT (domain, command_type)", ("type_rule",)),  # a send asks whether its type has a rule
     ("SELECT (domain, command_type, state, is_forced, until, reason)", ("breaker",)),  # a send may be refused
     (
-        "INSERT (domain, batch_id, name, holds, is_open, custom_data, on_complete, completes_early, on_exhausted)",
+        "INSERT (domain, batch_id, name, holds, is_open, custom_data, on_complete, completes_early, on_exhausted, "
+        "priority)",
         ("batch",),
     ),
     ("SELECT (id)", ("batch",)),

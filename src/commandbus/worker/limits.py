@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterable
 from commandbus.db.service import DatabaseService
 from commandbus.db.service_connection import LastingConnection
 from commandbus.errors import ConfigurationError, UnknownLimitError
+from commandbus.flow.commands.declare_priorities import declare_priorities
 from commandbus.flow.keys.declare import declare_keys
 from commandbus.flow.limits.declare import LimitRow, declare, is_awaited, list_limits, location_of
 from commandbus.limits.client import LimitClient
@@ -38,13 +39,15 @@ LIMITS_DEGRADED = "limits_degraded"
 def check_limits(
     connection: LastingConnection, settings: Settings, handlers: HandlerRegistry, domains: Collection[str]
 ) -> bool:
-    """Declare the limits of settings and handlers, and check that every limit that a handler names is known.
-    Returns whether there are any: commands may be parked since the last worker stopped."""
+    """Declare the limits of settings and handlers and the priorities of handlers, and check that every limit that
+    a handler names is known. Returns whether there are any limits: commands may be parked since the last worker
+    stopped."""
     declared = settle_limits([*settings.limits, *handlers.limits], settings)
     name_keys(handlers, declared)
     keys = declare_keys(key_limits(handlers, declared, domains), rules(handlers, domains))
     shared = declare([limit for limit in declared if limit.key is None], location_of(settings))
-    for note in [*connection.run(shared), *connection.run(keys)]:
+    priorities = declare_priorities(_priorities(handlers, domains))
+    for note in [*connection.run(shared), *connection.run(keys), *connection.run(priorities)]:
         logger.warning("%s", note)
     rows: dict[str, LimitRow] = {row.name: row for row in connection.run(list_limits())}
     for handler in handlers:
@@ -57,6 +60,10 @@ def check_limits(
                     f'COMMANDBUS_REDIS_URL, or give the limit store = "postgres"'
                 )
     return bool(rows) or connection.run(is_awaited())
+
+
+def _priorities(handlers: HandlerRegistry, domains: Collection[str]) -> dict[tuple[str, str], int | None]:
+    return {(item.domain, item.command_type): item.options.priority for item in handlers if item.domain in domains}
 
 
 class LimitedWork:

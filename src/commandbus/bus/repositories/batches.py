@@ -21,6 +21,7 @@ from commandbus.model.durations import Duration, format_seconds, parse_seconds
 from commandbus.model.handle import given_by
 from commandbus.model.json_values import JsonValue, PayloadObject
 from commandbus.model.page import Page
+from commandbus.model.priority import Priority
 from commandbus.model.retry import OnExhausted
 
 if TYPE_CHECKING:
@@ -82,6 +83,7 @@ class BatchRepository(Repository):
         is_open: bool = False,
         complete_when: CompleteWhen = "finished",
         on_exhausted: OnExhausted | None = None,
+        priority: Priority | None = None,
         conn: object = None,
     ) -> CreatedBatch:
         """Send commands as one batch, all or none, in one transaction (with `conn`: the caller's).
@@ -96,13 +98,14 @@ class BatchRepository(Repository):
         With `complete_when="only_troubleshooting_left"`, `on_complete` is sent when all members have ended except
         those that need a person; the batch itself ends when these have ended, too. `on_exhausted` is for members
         that have none of their own: with "fail", members whose attempts are used up are FAILED for good, and do
-        not wait for a person.
+        not wait for a person. `priority` is for members that have none of their own, too.
         """
 
         def make(commands: Commands) -> Operation[CreatedBatch]:
             operation = _create(
                 self._bus, domain, commands, batch_id=batch_id, name=name, custom_data=custom_data,
                 on_complete=on_complete, is_open=is_open, complete_when=complete_when, on_exhausted=on_exhausted,
+                priority=priority,
             )  # fmt: skip
             return then(operation, lambda made: given_by(self._bus, made))
 

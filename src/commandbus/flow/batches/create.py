@@ -40,6 +40,7 @@ from commandbus.flow.operation import Statement, Steps, operation
 from commandbus.model import names, payload
 from commandbus.model.batch import COMPLETE_WHEN, CreatedBatch, completion_of, dump_json
 from commandbus.model.command import NewCommand, new_command_id
+from commandbus.model.priority import to_number
 from commandbus.model.retry import OnExhausted, check_on_exhausted
 from commandbus.quick_dataclass import dataclass
 
@@ -65,6 +66,7 @@ class Definition:
     retry_of: int | None = None
     completes_early: bool = False
     on_exhausted: OnExhausted | None = None
+    priority: int | None = None
 
 
 def define(
@@ -79,6 +81,7 @@ def define(
     retry_of: int | None = None,
     complete_when: object = "finished",
     on_exhausted: object = None,
+    priority: object = None,
     max_bytes: int = payload.DEFAULT_MAX_BYTES,
 ) -> Definition:
     """Check a batch's definition before anything is sent. InvalidCommandError names what is wrong."""
@@ -100,6 +103,7 @@ def define(
         retry_of,
         complete_when == "only_troubleshooting_left",
         None if on_exhausted is None else check_on_exhausted(on_exhausted, InvalidCommandError),
+        to_number(priority, InvalidCommandError),
     )
 
 
@@ -216,6 +220,7 @@ def insert(definition: Definition) -> Steps[int | None]:
             "retry_of": definition.retry_of,
             "completes_early": definition.completes_early,
             "on_exhausted": definition.on_exhausted,
+            "priority": definition.priority,
         },
     )
     return rows[0][0] if rows else None

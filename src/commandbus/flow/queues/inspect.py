@@ -59,7 +59,14 @@ def next_visible(queue: str) -> Steps[float | None]:
 def _metrics(queue: str) -> Steps[QueueMetrics]:
     sequence = f'pgmq."q_{queue.lower()}_msg_id_seq"'
     try:
-        (figures,) = yield Statement(sql.text("queues/metrics", pgmq=queue), {"sequence": sequence})
+        (figures,) = yield Statement(
+            sql.text("queues/metrics", pgmq=queue, due=_due_in(queue)), {"sequence": sequence}
+        )
     except pg.UndefinedTable:
         raise UnknownQueueError(queue) from None
     return QueueMetrics(queue, *figures)
+
+
+def _due_in(queue: str) -> str:
+    """When a message is due: in the queue of a domain, its vt is in the band of its priority."""
+    return "q.vt" if names.domain_of_queue(queue) is None else "{due_at q.vt}"

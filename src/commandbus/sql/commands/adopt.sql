@@ -3,7 +3,7 @@
 --
 -- Locks: queue rows that this worker has just claimed, then new command rows. It waits for a locked queue row, because
 -- another claimer may lock it until its statement ends. If it skipped that row, a good message would be rejected as a bad
--- one. Indexes: the queue's key, command_domain_command_id_key.
+-- one. Indexes: the queue's key, command_domain_command_id_key, type_rule_pkey.
 WITH input AS MATERIALIZED (
     SELECT * FROM pg_catalog.json_to_recordset(%(rows)s::json)
         AS x(m bigint, k integer, i text, t text, x integer, c text, r text, h json, d json, o float8, e float8,
@@ -20,7 +20,8 @@ WITH input AS MATERIALIZED (
                                     correlation_id, reply_to, headers, data, timeout, attempt_base, waived, on_exhausted,
                                     priority, expires_at)
     SELECT %(domain)s, i, t, msg_id, greatest(least(enqueued_at, pg_catalog.now()), 'epoch'), x, c, r, h, d,
-           o, -k, k, f, p, pg_catalog.now() + pg_catalog.make_interval(secs => e)
+           o, -k, k, f, COALESCE(p, (SELECT u.priority FROM commandbus.type_rule u WHERE u.domain = %(domain)s AND u.command_type = t)),
+           pg_catalog.now() + pg_catalog.make_interval(secs => e)
       FROM held JOIN input ON m = msg_id
     ON CONFLICT (domain, command_id) DO NOTHING
     RETURNING id, msg_id, priority

@@ -272,7 +272,7 @@ CREATE TABLE commandbus.waiting (
 
 -- A batch. Its counts are complete only together with those in batch_delta. `on_complete` is sent in the transaction that
 -- completes the batch (completion_sent_at: it was sent). With `completes_early` it is sent in the transaction after which
--- only commands in the troubleshooting queue are left. `on_exhausted` is for members that have none of their own. `rate` is
+-- only commands in the troubleshooting queue are left. `on_exhausted` and `priority` are for members that have none of their own. `rate` is
 -- a moving average of members finished per second, as of rate_at, when rate_count had finished. `retry_of`: the batch whose
 -- failed commands were sent again.
 CREATE TABLE commandbus.batch (
@@ -299,6 +299,7 @@ CREATE TABLE commandbus.batch (
     on_complete         json,
     completes_early     boolean NOT NULL DEFAULT false,
     on_exhausted        text,
+    priority            smallint,
     completion_sent_at  timestamptz,
     custom_data         json,
     fingerprint         text,
@@ -953,7 +954,8 @@ WITH input AS MATERIALIZED (
 ), sent AS (
     INSERT INTO commandbus.command (domain, command_id, command_type, msg_id, batch, max_attempts, correlation_id,
                                     reply_to, headers, data, timeout, on_exhausted, priority, expires_at, key_limit, key)
-    SELECT $1, i, t, msg_id, $2, m, c, r, h, d, o, COALESCE(f, (SELECT on_exhausted FROM commandbus.batch WHERE id = $2)), p,
+    SELECT $1, i, t, msg_id, $2, m, c, r, h, d, o, COALESCE(f, (SELECT on_exhausted FROM commandbus.batch WHERE id = $2)),
+           COALESCE(p, (SELECT priority FROM commandbus.batch WHERE id = $2)),
            COALESCE(z, clock_timestamp() + make_interval(secs => e)), l, k
       FROM input %3$s
     RETURNING id, msg_id
@@ -961,7 +963,7 @@ WITH input AS MATERIALIZED (
     INSERT INTO pgmq.%2$I (msg_id, vt, message) OVERRIDING SYSTEM VALUE
     SELECT msg_id, CASE WHEN joins THEN now() + interval '10 years'
                         ELSE COALESCE(input.a, clock_timestamp() + make_interval(secs => COALESCE(input.s, 0))) END
-                   + commandbus.shift_for(input.p),
+                   + commandbus.shift_for(COALESCE(input.p, (SELECT priority FROM commandbus.batch WHERE id = $2))),
            jsonb_build_object('command', sent.id)
       FROM sent JOIN input USING (msg_id) ORDER BY msg_id
     RETURNING vt
@@ -984,7 +986,7 @@ SELECT (SELECT count(*) FROM sent) + 0 * (SELECT count(*) FROM woken),
 $sql$, format('pgmq.%I', 'q_' || p_domain || '__commands_msg_id_seq'), 'q_' || p_domain || '__commands',
            CASE WHEN p_own_ids AND v_has_keys THEN 'ORDER BY n ON CONFLICT DO NOTHING'
                 WHEN p_own_ids THEN 'ORDER BY i ON CONFLICT DO NOTHING' ELSE '' END,
-           CASE WHEN v_has_keys THEN 'commandbus.keyed_rows($1, $3)'
+           CASE WHEN v_has_keys THEN 'commandbus.keyed_rows($1, $3, (SELECT priority FROM commandbus.batch WHERE id = $2))'
                 ELSE '(SELECT NULL::text AS k, NULL::text AS l, false AS joins, g.* FROM json_to_recordset($3) AS '
                      'g(i text, t text, m integer, c text, r text, h json, d json, s float8, a timestamptz, o float8, e float8, '
                      'z timestamptz, f text, p smallint))' END)
@@ -1657,14 +1659,15 @@ WITH input AS MATERIALIZED (
 ), sent AS (
     INSERT INTO commandbus.command (domain, command_id, command_type, msg_id, max_attempts, correlation_id, reply_to, headers,
                                     data, timeout, on_exhausted, priority, expires_at)
-    SELECT $1, i, t, nextval(%1$L::regclass), m, c, r, h, d, o, f, p,
+    SELECT $1, i, t, nextval(%1$L::regclass), m, c, r, h, d, o, f,
+           COALESCE(p, (SELECT u.priority FROM commandbus.type_rule u WHERE u.domain = $1 AND u.command_type = t)),
            COALESCE(z, clock_timestamp() + make_interval(secs => e))
       FROM input
     ON CONFLICT DO NOTHING
-    RETURNING id, msg_id
+    RETURNING id, msg_id, priority
 ), queued AS (
     INSERT INTO pgmq.%2$I (msg_id, vt, message) OVERRIDING SYSTEM VALUE
-    SELECT msg_id, greatest(a, clock_timestamp() + make_interval(secs => COALESCE(s, 0))) + commandbus.shift_for(p),
+    SELECT msg_id, greatest(a, clock_timestamp() + make_interval(secs => COALESCE(s, 0))) + commandbus.shift_for(priority),
            jsonb_build_object('command', id)
       FROM sent, input
     RETURNING vt
@@ -1708,18 +1711,19 @@ WITH input AS MATERIALIZED (
 ), moved AS (
     UPDATE commandbus.command k
        SET command_type = t, data = d, headers = h, correlation_id = c, reply_to = r, max_attempts = m, timeout = o,
-           on_exhausted = f, priority = p, expires_at = COALESCE(z, clock_timestamp() + make_interval(secs => e)),
+           on_exhausted = f, priority = COALESCE(p, (SELECT u.priority FROM commandbus.type_rule u WHERE u.domain = $1 AND u.command_type = t)),
+           expires_at = COALESCE(z, clock_timestamp() + make_interval(secs => e)),
            msg_id = nextval(%1$L::regclass), attempt_base = k.attempt_base + gone.read_ct, waived = 0,
            suspect = NULL, alone = NULL, snoozes = NULL, snoozed_at = NULL
       FROM input, gone
      WHERE k.id = $2
-    RETURNING k.msg_id, k.attempt_base
+    RETURNING k.msg_id, k.attempt_base, k.priority
 ), queued AS (
     INSERT INTO pgmq.%2$I (msg_id, vt, message) OVERRIDING SYSTEM VALUE
     SELECT moved.msg_id,
            least(CASE WHEN a IS NULL AND s IS NULL THEN place
                       ELSE greatest(a, clock_timestamp() + make_interval(secs => COALESCE(s, 0))) END,
-                 CASE WHEN $4 IS NOT NULL THEN greatest($4, place) END) + commandbus.shift_for(p),
+                 CASE WHEN $4 IS NOT NULL THEN greatest($4, place) END) + commandbus.shift_for(moved.priority),
            jsonb_build_object('command', $2)
       FROM moved, gone, input
     RETURNING vt
@@ -1849,17 +1853,17 @@ BEGIN
 END
 $$;
 
--- The rows that a send gives, with their key limits (`l`), keys (`k`) and priorities (`p`): those that the sender named, or those
--- that the rule of the command type says. `joins`: it joins the line of its key now. One that is sent for later joins when its time has
+-- The rows that a send gives, with their key limits (`l`), keys (`k`) and priorities (`p`): those that the sender named (p_priority
+-- is that of a batch), or those that the rule of the command type says. `joins`: it joins the line of its key now. One that is sent for later joins when its time has
 -- come, and a worker claims it. The key is what commandbus.key_of says; a call for each row would take longer than the rest.
-CREATE FUNCTION commandbus.keyed_rows(p_domain text, p_rows json)
+CREATE FUNCTION commandbus.keyed_rows(p_domain text, p_rows json, p_priority smallint)
     RETURNS TABLE (i text, t text, m integer, c text, r text, h json, d json, s double precision, a timestamptz,
                    o double precision, e double precision, z timestamptz, f text, p smallint, k text, l text, n bigint,
                    joins boolean)
     LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp AS $$
 BEGIN
     RETURN QUERY
-    SELECT x.i, x.t, x.m, x.c, x.r, x.h, x.d, x.s, x.a, x.o, x.e, x.z, x.f, COALESCE(x.p, u.priority),
+    SELECT x.i, x.t, x.m, x.c, x.r, x.h, x.d, x.s, x.a, x.o, x.e, x.z, x.f, COALESCE(x.p, p_priority, u.priority),
            CASE WHEN x.l IS NOT NULL AND NOT EXISTS (
                      SELECT FROM commandbus.key_limit y WHERE y.domain = p_domain AND y.name = x.l)
                 THEN commandbus.refuse_key('CB002', x.l)
@@ -1926,7 +1930,7 @@ BEGIN
     PERFORM commandbus.check_caller(p_domain, 'INSERT');
     RETURN QUERY EXECUTE format($sql$
 WITH input AS MATERIALIZED (
-    SELECT * FROM commandbus.keyed_rows($1, $2)
+    SELECT * FROM commandbus.keyed_rows($1, $2, NULL)
 ), sent AS (
     INSERT INTO commandbus.command (domain, command_id, command_type, msg_id, max_attempts, correlation_id, reply_to, headers,
                                     data, timeout, on_exhausted, priority, expires_at, key_limit, key)

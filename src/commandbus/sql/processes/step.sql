@@ -5,13 +5,14 @@
 -- Locks: new rows only, as in commands/send.sql. Indexes: command_domain_command_id_key, process_step's key.
 WITH sent AS (
     INSERT INTO commandbus.command (domain, command_id, command_type, msg_id, max_attempts, correlation_id, reply_to,
-                                    headers, data, timeout, process, step, on_exhausted)
+                                    headers, data, timeout, process, step, on_exhausted, priority)
     VALUES (%(domain)s, %(command_id)s, %(command_type)s, pg_catalog.nextval('pgmq.{queue}_msg_id_seq'),
             %(max_attempts)s,
             %(correlation_id)s, %(reply_to)s, %(headers)s::json, %(data)s::json, %(timeout)s, %(process)s, %(step)s,
-            %(on_exhausted)s)
+            %(on_exhausted)s,
+            (SELECT u.priority FROM commandbus.type_rule u WHERE u.domain = %(domain)s AND u.command_type = %(command_type)s))
     ON CONFLICT (domain, command_id) DO NOTHING
-    RETURNING id, msg_id
+    RETURNING id, msg_id, priority
 ), noted AS (
     INSERT INTO commandbus.process_step (process, number, name, undoes, command, timer, domain, command_id, command_type,
                                          deadline_at)
@@ -22,7 +23,7 @@ WITH sent AS (
     ON CONFLICT (process, number) DO NOTHING
 )
 INSERT INTO pgmq.{queue} (msg_id, vt, message) OVERRIDING SYSTEM VALUE
-SELECT msg_id, pg_catalog.clock_timestamp() + pg_catalog.make_interval(secs => %(delay)s),
+SELECT msg_id, pg_catalog.clock_timestamp() + pg_catalog.make_interval(secs => %(delay)s) + {shift_for priority},
        pg_catalog.jsonb_build_object('command', id)
   FROM sent
 RETURNING (message ->> 'command'::text)::bigint,

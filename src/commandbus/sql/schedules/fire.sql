@@ -19,7 +19,9 @@ WITH input AS MATERIALIZED (
      WHERE s.domain = %(domain)s AND s.version = input.version AND (s.paused_at IS NULL OR %(even_paused)s)
        FOR UPDATE OF s SKIP LOCKED
 ), firing AS MATERIALIZED (
-    SELECT s.name, s.command_type, s.timeout, s.max_attempts, s.expires, s.on_exhausted, s.priority, s.correlation_id, s.reply_to, s.data,
+    SELECT s.name, s.command_type, s.timeout, s.max_attempts, s.expires, s.on_exhausted,
+           COALESCE(s.priority, (SELECT u.priority FROM commandbus.type_rule u WHERE u.domain = s.domain AND u.command_type = s.command_type)) AS priority,
+           s.correlation_id, s.reply_to, s.data,
            f.id AS command_id,
            (COALESCE(s.headers::jsonb, '{}'::jsonb)
             OPERATOR(pg_catalog.||) pg_catalog.jsonb_build_object('schedule', s.name, 'scheduled_for', f.at))::json AS headers,

@@ -13,6 +13,7 @@ from commandbus.model.chunk import ChunkOptions, check_chunk
 from commandbus.model.durations import Duration, parse_seconds
 from commandbus.model.key_limit import KeyRule
 from commandbus.model.limit import Limit, check_limit_name
+from commandbus.model.priority import Priority, to_number
 from commandbus.model.retry import OnExhausted, RetryPolicy, check_on_exhausted
 from commandbus.quick_dataclass import dataclass
 from commandbus.worker.execution.key_rules import key_rule, with_keys
@@ -39,6 +40,7 @@ class AllHandlerOptions(HandlerOptions, total=False):
 
     timeout: Duration | None
     on_exhausted: OnExhausted | None
+    priority: Priority | None
     chunk: int | None
     chunk_wait: Duration | None
 
@@ -55,7 +57,7 @@ class Options:
     thread, which ends with it. `transaction`: True, or the isolation level: it takes a third parameter, `tx`,
     whose writes commit with the command's completion when it returns. `chunk`: it gets a list of so many commands
     at most, or of fewer after so many seconds. `key`: the limit with a key among its limits: so many of a key run
-    at once.
+    at once. `priority`: that of commands that are sent without one: 1 is high, 0 normal, -1 low.
     """
 
     retry_policy: RetryPolicy | None = None
@@ -68,6 +70,7 @@ class Options:
     transaction: TransactionOption = False
     chunk: ChunkOptions | None = None
     key: KeyRule | None = None
+    priority: int | None = None
 
 
 def check_options(**given: Unpack[AllHandlerOptions]) -> Options:
@@ -86,6 +89,7 @@ def check_options(**given: Unpack[AllHandlerOptions]) -> Options:
         transaction=_transaction(given.get("transaction", False)),
         chunk=check_chunk(given.get("chunk"), given.get("chunk_wait")),
         key=key_rule(given.get("limits", ())),
+        priority=to_number(given.get("priority")),
     )
 
 
