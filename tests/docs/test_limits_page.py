@@ -24,7 +24,7 @@ from commandbus import CommandBus, CommandStatus, HandlerRegistry, Limit, Worker
 from commandbus.flow.limits.metrics import FleetFigures, LimitFigures
 from commandbus.flow.limits.redis_outage import DEGRADED, JOINING, REDIS
 from commandbus.limits.stores.redis.outage import LOST
-from commandbus.model.limit import BACKOFF_SECONDS
+from commandbus.model.limit import BACKOFF_SECONDS, KEY_OPTIONS
 from commandbus.supervisor.fleet_metrics import shared_metrics
 from support.waiting import until
 
@@ -115,7 +115,7 @@ def test_the_settings_of_a_limit_are_what_the_page_calls_defaults(tmp_path: Path
     (limit,) = settings.limits
     assert limit == Limit("docai", concurrency=5, rate="120/m")
     assert limit.backoff == BACKOFF_SECONDS
-    options = {field.name for field in fields(Limit)} - {"name", "store", "environment"}
+    options = {field.name for field in fields(Limit)} - {"name", "store", "environment", *KEY_OPTIONS}
     assert set(re.findall(r"^(\w+) = ", block("toml", "[limits.docai]"), re.M)) == options | {"environment"}
 
 

@@ -54,6 +54,8 @@ def test_unknown_and_used_key_limits(tenants: CommandBus, db: Db) -> None:
         tenants.send("orders", "x", key="17", key_limit="nobody")
     with pytest.raises(UnknownKeyLimitError):
         tenants.key_limits.override("orders", "nobody", "17", concurrency=1, until="1h")
+    with pytest.raises(UnknownKeyLimitError, match="'nobody'"):
+        tenants.key_limits.lines("orders", "nobody")
     assert one(db, "SELECT count(*) FROM commandbus.command") == 0
     tenants.send("orders", "x", key="17", key_limit="tenant")
     with pytest.raises(InvalidOperationError, match="has unfinished commands"):

@@ -168,6 +168,24 @@ def test_the_last_worker_to_start_wins(
     assert lines(db) == []
 
 
+def test_a_limit_with_a_key_of_the_settings(
+    bus: CommandBus, db: Db, handlers: HandlerRegistry, database: str
+) -> None:
+    """With one for permits beside it, and a bus that reads the same settings."""
+    handlers.register("orders", "ship", lambda command, ctx: None, limits=["tenant", "api"])
+    limits = {"tenant": {"concurrency": 2, "key": "headers.tenant"}, "api": {"concurrency": 1}}
+    settings = quick_settings(database, limits=limits)
+    worker = Worker(handlers, settings=settings)
+    worker.run(until_idle=True)
+    bus.send("orders", "ship", headers={"tenant": "a"})
+    assert lines(db) == [("a", "NEW")]
+    with CommandBus(settings=settings) as other, other.limit("api"):
+        pass
+    assert [info.name for info in bus.limits().items] == ["api"]
+    Worker(handlers, settings=settings).run(until_idle=True)
+    until(lambda: one(db, "SELECT count(*) FROM commandbus.command WHERE status = 'COMPLETED'") == 1)
+
+
 @pytest.mark.parametrize(
     ("make", "text"),
     [

@@ -80,7 +80,10 @@ def list_key_limits(domain: str | None) -> Steps[list[KeyLimit]]:
 @operation(atomic=False)
 def list_lines(domain: str, name: str, *, keys: Sequence[str] | None, limit: int) -> Steps[list[KeyLine]]:
     """The keys of a limit that have unfinished commands: those with the most waiting first, of the first 2,000."""
-    return (yield from _lines(domain, name, keys, limit))
+    lines = yield from _lines(domain, name, keys, limit)
+    if not lines and name not in {item.name for item in (yield from list_key_limits(domain).steps)}:
+        raise UnknownKeyLimitError(domain, name)
+    return lines
 
 
 def _lines(domain: str, name: str, keys: Sequence[str] | None, limit: int) -> Steps[list[KeyLine]]:
