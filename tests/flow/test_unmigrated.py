@@ -52,6 +52,7 @@ CALLS: dict[str, list[Callable[[Bus], Any]]] = {
     "get_process": [lambda bus: bus.get_process("orders", "p")],
     "query_processes": [lambda bus: bus.query_processes(), lambda bus: bus.query_processes(status="FAILED")],
     "cancel_process": [lambda bus: bus.cancel_process("orders", "p")],
+    "signal": [lambda bus: bus.signal("orders", "p", "paid")],
     "retry_process": [lambda bus: bus.retry_process("orders", "p")],
     "stray_replies": [lambda bus: bus.stray_replies(), lambda bus: bus.stray_replies("orders", process_id="p")],
     "undelivered_replies": [lambda bus: bus.undelivered_replies()],
@@ -72,7 +73,7 @@ CALLS: dict[str, list[Callable[[Bus], Any]]] = {
     "estimate": [lambda bus: bus.estimate("x")],
     "prune": [lambda bus: bus.prune(age=1), lambda bus: bus.prune(count=1)],
 }
-OTHER = {"migrate", "schema_state", "close", "connect", "run", "follow", "limit"}
+OTHER = {"migrate", "schema_state", "close", "connect", "run", "follow", "limit", "middleware"}
 TSQ_CALLS: dict[str, Callable[[Bus], Any]] = {
     "list": lambda bus: bus.tsq.list(),
     "count": lambda bus: bus.tsq.count("orders"),
