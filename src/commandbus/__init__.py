@@ -37,7 +37,7 @@ _NAMES = {
         CommandNotFoundError ConfigurationError ConnectionInUseError DatabaseUnavailableError
         DeadlineExceededError DuplicateBatchError DuplicateCommandError DuplicateHandlerError
         DuplicateMemberError DuplicateProcessError DuplicateScheduleError DuplicateSignalError
-        EmbeddedPostgresError
+        EmbeddedPostgresError EffectMisuseError EffectUncertainError
         InvalidCommandError InvalidOperationError InvalidPayloadError InvalidScheduleError
         LimitLostError LimitTimeoutError MiddlewareError MissingPrivilegeError PermanentCommandError
         ProcessNotFoundError RateLimitError
@@ -73,6 +73,9 @@ _NAMES = {
     "commandbus.model.command_class": "command",
     "commandbus.model.api_errors": "parse_retry_after raise_for_rate_limit",
     "commandbus.model.durations": "Duration",
+    "commandbus.model.effect": """
+        CheckpointRecord EffectAnswer EffectRecord EffectState NOT_DONE OpenEffect UNKNOWN
+    """,
     "commandbus.model.json_values": "Json JsonValue",
     "commandbus.model.key_limit": "KeyLimit KeyLine OnFailure",
     "commandbus.model.limit": "StoreName Limit LimitOptions Rate",
@@ -100,6 +103,7 @@ _NAMES = {
     "commandbus.worker.execution.chunk_context": "AsyncChunkContext ChunkContext ChunkTransaction",
     "commandbus.worker.execution.context": "AsyncHandlerContext HandlerContext HandlerTransaction",
     "commandbus.worker.execution.handler_options": "AllHandlerOptions HandlerOptions",
+    "commandbus.worker.execution.effects": "Effect",
     "commandbus.worker.execution.handlers": "Handler HandlerRegistry handler",
     "commandbus.worker.execution.lazy_transaction": "AsyncTransaction Transaction",
     "commandbus.worker.execution.lifespan_declarations": "WorkerState",

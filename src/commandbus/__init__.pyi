@@ -130,6 +130,12 @@ from commandbus.errors import (
     DuplicateSignalError as DuplicateSignalError,
 )
 from commandbus.errors import (
+    EffectMisuseError as EffectMisuseError,
+)
+from commandbus.errors import (
+    EffectUncertainError as EffectUncertainError,
+)
+from commandbus.errors import (
     EmbeddedPostgresError as EmbeddedPostgresError,
 )
 from commandbus.errors import (
@@ -336,6 +342,27 @@ from commandbus.model.command_class import (
 from commandbus.model.durations import (
     Duration as Duration,
 )
+from commandbus.model.effect import (
+    NOT_DONE as NOT_DONE,
+)
+from commandbus.model.effect import (
+    UNKNOWN as UNKNOWN,
+)
+from commandbus.model.effect import (
+    CheckpointRecord as CheckpointRecord,
+)
+from commandbus.model.effect import (
+    EffectAnswer as EffectAnswer,
+)
+from commandbus.model.effect import (
+    EffectRecord as EffectRecord,
+)
+from commandbus.model.effect import (
+    EffectState as EffectState,
+)
+from commandbus.model.effect import (
+    OpenEffect as OpenEffect,
+)
 from commandbus.model.json_values import (
     Json as Json,
 )
@@ -533,6 +560,9 @@ from commandbus.worker.execution.context import (
 )
 from commandbus.worker.execution.context import (
     HandlerTransaction as HandlerTransaction,
+)
+from commandbus.worker.execution.effects import (
+    Effect as Effect,
 )
 from commandbus.worker.execution.handler_options import (
     AllHandlerOptions as AllHandlerOptions,

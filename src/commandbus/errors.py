@@ -488,6 +488,20 @@ class TransactionEndedError(PermanentCommandError):
         self.command_id = command_id
 
 
+class EffectUncertainError(PermanentCommandError):
+    """An earlier attempt may have made the call of an effect (`ctx.effect`), and nobody can tell. The command goes
+    to the troubleshooting queue. A person finds out, and says it with `commandbus effect resolve`."""
+
+    default_code = "EFFECT_UNCERTAIN"
+
+
+class EffectMisuseError(PermanentCommandError):
+    """A handler uses an effect in a way that could repeat its call: with another key than before, or in a block
+    that does not ask whether the call is due."""
+
+    default_code = "EFFECT_MISUSE"
+
+
 class BusinessRuleException(CommandFailure):
     """A business rule says no: the command is FAILED for good, and nobody needs to look."""
 

@@ -39,6 +39,7 @@ DURATIONS = {
 LISTS = {
     "batch list",
     "commands",
+    "effect list",
     "process list",
     "process strays",
     "rejected",

@@ -6,6 +6,7 @@ The parameters are found by walking the public API, so a new one that is not tri
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 import re
 from collections.abc import Callable, Iterator
@@ -272,7 +273,32 @@ ON_A_SERVER = {
 }
 NOT_REFUSED = (commandbus.DatabaseUnavailableError, commandbus.LimitTimeoutError, RuntimeError)
 """The duration was accepted, and then: nobody serves the database, or the worker is not running."""
+_names = map(str, itertools.count())
+
+
+def _make_no_call(ctx: Any, value: Any) -> Any:
+    block = ctx.effect(next(_names), settle_after=value)
+    if hasattr(block, "__aenter__"):
+        return _make_no_async_call(block)
+    with block as effect:
+        effect.not_done()
+    return None
+
+
+async def _make_no_async_call(block: Any) -> None:
+    async with block as effect:
+        effect.not_done()
+
+
+def _call_once(ctx: Any, value: Any) -> Any:
+    is_async = isinstance(ctx, commandbus.AsyncHandlerContext)
+    call = (lambda _: asyncio.sleep(0)) if is_async else (lambda _: None)
+    return ctx.effect_once(next(_names), call, settle_after=value)
+
+
 IN_HANDLERS: dict[str, Callable[[Any, Any], Any]] = {
+    "effect(settle_after)": _make_no_call,
+    "effect_once(settle_after)": _call_once,
     "sleep(duration)": lambda ctx, value: ctx.sleep(value),
     "extend(duration)": lambda ctx, value: ctx.extend(value),
     "child(timeout)": lambda ctx, value: ctx.child(timeout=value),
@@ -303,7 +329,7 @@ def test_every_duration_of_the_public_api_is_tried_here() -> None:
         f"{kind}.{label}"
         for kind in ("ChunkContext", "AsyncChunkContext")
         for label in IN_HANDLERS
-        if not label.startswith("limit")
+        if not label.startswith(("limit", "effect"))
     }
     buses = {f"{kind}.{label}" for kind in ("CommandBus", "AsyncCommandBus") for label in ON_A_SERVER}
     assert sorted(duration_parameters()) == sorted(

@@ -77,6 +77,10 @@ def test_every_block_of_the_guide_is_run_by_a_test_here() -> None:
         "conn=session",
         "def import_file",
         "give_up_on=",
+        "ctx.effect_once(",
+        "ctx.effect(",
+        "ctx.checkpoint(",
+        "commandbus effect list",
         "debounce=",
         "chunk=100",
         'key="data.tenant_id"',
@@ -284,6 +288,55 @@ def test_the_example_of_a_retry_policy_runs(bus: CommandBus, database: str) -> N
     assert {name: record.status for name, record in found.items() if record} == {
         "snoozed": CommandStatus.PENDING, "hopeless": CommandStatus.FAILED, "good": CommandStatus.COMPLETED,
     }  # fmt: skip
+
+
+class Payments:
+    """A provider that answers some calls too late, and then knows what it has done."""
+
+    def __init__(self) -> None:
+        self.charges: dict[str, dict[str, Any]] = {}
+        self.calls = 0
+
+    def charge(self, amount: int, *, idempotency_key: str) -> dict[str, Any]:
+        self.calls += 1
+        if amount == -13:
+            raise LookupError("nothing to refund")
+        self.charges[idempotency_key] = {"id": f"ch_{len(self.charges) + 1}", "amount": amount}
+        if amount > 100:
+            raise TimeoutError("no answer")
+        return self.charges[idempotency_key]
+
+    def find(self, *, idempotency_key: str) -> dict[str, Any] | None:
+        return self.charges.get(idempotency_key)
+
+
+def test_the_examples_of_effects_and_checkpoints_run(bus: CommandBus, database: str) -> None:
+    handlers, payments = HandlerRegistry(), Payments()
+    names: dict[str, Any] = {"handlers": handlers, "payments": payments}
+    exec(block("python", "ctx.effect_once(").replace('settle_after="10m"', "settle_after=0"), names)
+    exec(block("python", "ctx.effect("), names)
+    exec(block("python", "ctx.checkpoint("), names)
+    with psycopg.connect(database, autocommit=True) as conn:
+        conn.execute("CREATE TABLE shipped (order_no integer PRIMARY KEY)")
+    bus.send("orders", "pay", {"amount": 50}, command_id="paid")
+    bus.send("orders", "pay", {"amount": 500}, command_id="late")  # the first attempt does not hear the answer
+    bus.send("orders", "refund", {"amount": 20}, command_id="refunded")
+    bus.send("orders", "refund", {"amount": 13}, command_id="refused", max_attempts=1)
+    bus.send("orders", "import", {"orders": [4, 5, 6]}, command_id="imported")
+    policy = RetryPolicy(max_attempts=3, backoff_schedule=[0], jitter=0)
+    Worker(handlers, database_url=database, retry_policy=policy).run(until_idle=True)
+    found = {record.command_id: record for record in bus.query_commands(domain="orders")}
+    assert found["paid"].result in ("ch_1", "ch_2", "ch_3")
+    assert {found[name].status for name in ("paid", "late", "refunded", "imported")} == {CommandStatus.COMPLETED}
+    assert (len(payments.charges), payments.calls) == (3, 4)
+    (refused,) = bus.commands.get_effects("orders", "refused")
+    assert refused.state == "NOT_DONE"
+    assert found["imported"].result == 3
+    words = [shlex.split(line, comments=True) for line in block("sh", "commandbus effect list").splitlines()]
+    assert [word[:3] for word in words] == [
+        ["commandbus", "effect", "list"], ["commandbus", "show", "orders"],
+        ["commandbus", "effect", "resolve"], ["commandbus", "tsq", "retry"],
+    ]  # fmt: skip
 
 
 def test_the_examples_of_unique_keys_run(bus: CommandBus) -> None:

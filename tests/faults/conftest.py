@@ -48,12 +48,11 @@ def db(database: str) -> Iterator[psycopg.Connection[Any]]:
 
 @pytest.fixture
 def start_process(database: str) -> Iterator[Callable[..., Process]]:
-    """Starts worker processes of `ledger_worker.py`; none outlives the test."""
+    """Starts worker processes of `ledger_worker.py`, or of another script here; none outlives the test."""
     started: list[Process] = []
-    script = Path(__file__).with_name("ledger_worker.py")
     source = Path(__file__).parents[2] / "src"
 
-    def start(**settings: Any) -> Process:
+    def start(*, script: str = "ledger_worker.py", **settings: Any) -> Process:
         chosen = {
             "database_url": database,
             "concurrency": 4,
@@ -64,7 +63,7 @@ def start_process(database: str) -> Iterator[Callable[..., Process]]:
             "max_attempts": 50,
         } | settings
         process = subprocess.Popen(
-            [sys.executable, str(script), json.dumps(chosen)],
+            [sys.executable, str(Path(__file__).with_name(script)), json.dumps(chosen)],
             env=os.environ | {"PYTHONPATH": str(source)},
             stdin=subprocess.DEVNULL,
         )

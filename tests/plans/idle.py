@@ -366,10 +366,15 @@ INSERT INTO commandbus.process (domain, process_id, process_type) SELECT domain,
 
 
 def burst(conn: Conn, count: int) -> None:
-    """Many rows in every table, at once: so many commands wait, are members of batches, and are parked."""
+    """Many rows in every table, at once: so many commands wait, are members of batches, are parked, and have a
+    checkpoint."""
     for kind, due in (("ready", -3600), ("member", -3600), ("parked", 86400 * 3650)):
         conn.execute(FILL, {"kind": kind, "count": count, "due": due})
     conn.execute(HISTORY, {"count": count})
+    conn.execute(
+        "INSERT INTO commandbus.checkpoint (command, attempt, value) "
+        "SELECT id, 1, '{}' FROM commandbus.command ON CONFLICT DO NOTHING"
+    )
     conn.execute(
         "INSERT INTO commandbus.worker (id, host, pid, domains, concurrency, version, state) "
         "VALUES (%s, 'host', 1, ARRAY[%s], 8, '1', 'ACTIVE') ON CONFLICT (id) DO UPDATE SET heartbeat_at = now()",

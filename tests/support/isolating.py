@@ -22,6 +22,7 @@ from commandbus.worker.execution.connections import Borrowed, HandlerConnections
 from commandbus.worker.execution.context import Services
 from commandbus.worker.execution.execute import Ended, Executor, Note
 from commandbus.worker.execution.lifespan_declarations import WorkerState
+from commandbus.worker.fenced_writer import FencedWriter
 from commandbus.worker.health import HealthStatus
 from commandbus.worker.isolation.child_process import ChildProcess
 from commandbus.worker.isolation.isolation import Isolation
@@ -105,6 +106,7 @@ class Lab:
             on_lost=self._lose,
             on_error=self.errors.append,
         )
+        self.writer = FencedWriter(settings, WORKER, on_error=self.errors.append, name=WORKER)
         self.services = Services(
             worker=WORKER,
             connections=HandlerConnections(settings, name=f"{WORKER} handlers", size=1),
@@ -120,6 +122,7 @@ class Lab:
             max_extension=settings.max_extension,
             progress=self._progress,
             limits=self.limited,
+            write=lambda attempt, write: self.writer.ask(attempt.fence, write),
         )
         self.running: set[Attempt] = set()
         self.executor = Executor(
@@ -198,6 +201,7 @@ class Lab:
         """End its processes, and then its limit client, which hears what they leave."""
         self.isolation.close(3)
         self.limited.stop(3)
+        self.writer.stop(3)
         assert self.errors == []
 
     def _lose(self, attempt: Attempt, text: str) -> None:

@@ -34,6 +34,7 @@ _BODY = re.compile(
 _PARTS_ONLY = {
     "commands/others_due",
     "limits/claimable",
+    "effects/fence",
     "batches/settle_done_batches",
     "commands/settle_batches_and_processes",
 }
@@ -94,6 +95,7 @@ def _in_files() -> Iterator[Found]:
                 "chosen": _CHOSEN.get(name, "true"),
                 "of_batch": inspect._MEMBERS["of_batch"],
                 "claimable": sql.part("limits/claimable"),
+                "fence": sql.part("effects/fence"),
                 "groups": sql.part(
                     "batches/settle_done_batches"
                     if name == "commands/settle_done"

@@ -66,6 +66,7 @@ COMMANDS = {
     ),
     "keys": ("keys", "Key limits: how many commands of one key run at once, and in which order."),
     "schedules": ("schedules", "Schedules: commands that are sent by the clock."),
+    "effect": ("effect", "Effects outside the database: calls of which nobody knows whether they were made."),
     "tsq": ("tsq", "The troubleshooting queue: commands that need a person."),
     "batch": ("batch", "Batches: commands that are watched as one, and what happens when all are done."),
     "process": ("process", "Processes (sagas): commands that follow each other, and are undone if one fails."),

@@ -20,6 +20,7 @@ from commandbus.cli.render import (
     printable_lines,
     say,
     say_heading,
+    shortened,
 )
 from commandbus.cli.session import CliCommand, CliSession
 from commandbus.cli.table import columns
@@ -29,6 +30,7 @@ from commandbus.flow.processes.process_of_command import PartOfProcess, process_
 from commandbus.model.command import AuditEntry, CancelRequest, CommandRecord, CommandStatus
 from commandbus.model.counting import counted
 from commandbus.model.durations import format_seconds
+from commandbus.model.effect import CheckpointRecord, EffectRecord, EffectState
 
 
 @click.command(cls=CliCommand)
@@ -49,11 +51,17 @@ def show(session: CliSession, words: tuple[str, ...], with_traceback: bool, with
         trail = bus.get_audit_trail(record.domain, record.command_id).items
         attempts = bus.run(list_attempts(record.domain, record.command_id))
         part = bus.run(process_of(record.id))
+        effects = bus.commands.get_effects(record.domain, record.command_id).items
+        checkpoint = bus.commands.get_checkpoint(record.domain, record.command_id)
     if session.as_json:
         without = {"traceback": not with_traceback, "autopsy": not with_autopsy}
-        print_json(_document(record, part, trail, attempts, without={name for name in without if without[name]}))
+        document = _document(record, part, trail, attempts, without={name for name in without if without[name]})
+        print_json(document | {"effects": effects, "checkpoint": checkpoint})
         return
-    _print_record(record, part)
+    _print_record(record, part, checkpoint)
+    if effects:
+        say_heading("effects")
+        print_effects(effects)
     say_heading("timeline")
     print_table(columns("at?? :after event :attempt_number? worker??? +details"), _timeline(trail))
     failed = [attempt for attempt in attempts if attempt.traceback]
@@ -109,7 +117,20 @@ def _document(
     return document
 
 
-def _print_record(record: CommandRecord, part: PartOfProcess | None) -> None:
+def print_effects(effects: list[EffectRecord]) -> None:
+    """A table of the effects of one command."""
+    print_table(
+        columns("=effect state :attempt_number =key at?? ~receipt? +note"),
+        [(item.name, item.state, item.attempt, item.key, item.begun_at, _receipt(item), item.note)
+         for item in effects],
+    )  # fmt: skip
+
+
+def _receipt(effect: EffectRecord) -> str | None:
+    return shortened(effect.receipt) if effect.state is EffectState.DONE else None
+
+
+def _print_record(record: CommandRecord, part: PartOfProcess | None, checkpoint: CheckpointRecord | None) -> None:
     print_fields(
         {
             "command": f"{record.domain} {record.command_id}",
@@ -118,6 +139,7 @@ def _print_record(record: CommandRecord, part: PartOfProcess | None) -> None:
             "status": record.status,
             "cancel": None if record.cancel_requested is None else _request(record.cancel_requested),
             "progress": None if record.progress is None else compact(record.progress),
+            "checkpoint": None if checkpoint is None else _checkpoint(checkpoint),
             "timeout": None
             if record.timeout is None
             else format_seconds(record.timeout)
@@ -165,6 +187,10 @@ def _part(part: PartOfProcess) -> str:
     else:
         role = f"{'compensation' if part.is_compensation else 'step'} {part.step}, {part.name}"
     return f"{part.domain} {part.process_id} ({role})"
+
+
+def _checkpoint(checkpoint: CheckpointRecord) -> str:
+    return f"{shortened(checkpoint.value)} (attempt number {checkpoint.attempt}, {moment(checkpoint.at)})"
 
 
 def _request(request: CancelRequest) -> str:

@@ -176,10 +176,12 @@ EXPIRED = Failure("Expired", "EXPIRED", "it was not started before it expired")
 _FAILS = frozenset(verdict for verdict, status in STATUS_AFTER.items() if status is CommandStatus.FAILED)
 
 
-def insist(judgement: Judgement, step: int | None) -> Judgement:
+def insist(judgement: Judgement, step: int | None, *, has_open_effect: bool = False) -> Judgement:
     """A process cannot go on without its messages (step 0) and compensations (below 0): where another command
-    would be FAILED for good, these need a person."""
-    if step is not None and step <= 0 and judgement.verdict in _FAILS:
+    would be FAILED for good, these need a person. So does a command with an open effect: nobody knows whether its
+    call was made."""
+    is_needed = has_open_effect or (step is not None and step <= 0)
+    if is_needed and judgement.verdict in _FAILS:
         return replace(judgement, verdict=Verdict.PERMANENT)
     return judgement
 

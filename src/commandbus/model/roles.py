@@ -32,7 +32,8 @@ _TABLES = (
     "command", "attempt", "tsq", "operator_action", "parked", "pause", "rejected_message", "undelivered_reply",
     "worker", "waiting", "batch", "batch_delta", "process", "process_step", "stray_reply", "limits", "breaker",
     "control_action", "limit_client", "limit_mode", "audit_event", "schedule", "schedule_declaration",
-    "unique_key", "key_limit", "key_override", "keyed", "type_rule", *_SHARED,
+    "unique_key", "key_limit", "key_override", "keyed", "type_rule", "effect",
+    "checkpoint", *_SHARED,
 )  # fmt: skip
 
 _SENT = (
@@ -126,6 +127,7 @@ _WORKER = [
     ("INSERT, UPDATE, DELETE", ("keyed", "type_rule")),
     ("INSERT, UPDATE", ("key_limit",)),
     ("DELETE", ("key_override",)),  # those that are over
+    ("INSERT, UPDATE", ("effect", "checkpoint")),
     ("UPDATE", ("pause",)),  # FOR KEY SHARE needs it
 ]
 _OPERATOR = [
@@ -134,6 +136,7 @@ _OPERATOR = [
     ("INSERT, DELETE", ("batch_delta", "pause")),
     ("INSERT", ("operator_action", "control_action", "undelivered_reply")),
     ("UPDATE, DELETE", ("tsq",)),
+    ("UPDATE (state, receipt, note, ended_at)", ("effect",)),
     ("DELETE", ("parked",)),
     ("UPDATE (since)", ("parked",)),  # another priority is another place in a limit's line
     ("INSERT, UPDATE, DELETE", ("schedule",)),
@@ -304,7 +307,7 @@ _BY_DOMAIN = (
     "keyed",
     "type_rule",
 )
-_BY_COMMAND = ("attempt", "operator_action", "audit_event")
+_BY_COMMAND = ("attempt", "operator_action", "audit_event", "effect", "checkpoint")
 
 
 def _policies(tenant: Tenant) -> list[str]:

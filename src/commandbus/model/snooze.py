@@ -17,3 +17,10 @@ class Snooze(CommandFailure):
     def __init__(self, delay: Duration, reason: str = "", *, details: object = None) -> None:
         self.delay_seconds = parse_seconds(delay, name="delay")
         super().__init__(reason, details=details)
+
+
+class EffectWait(Snooze):
+    """The call of an earlier attempt may still arrive: the command is tried again when that is over. The retry
+    policy does not bound this."""
+
+    default_code = "EFFECT_WAIT"

@@ -33,6 +33,7 @@ from commandbus.flow.commands.rescue import (
     client_sessions,
     held_by,
     mark_worker_dead,
+    note_death,
     outcome,
     terminate_backends,
 )
@@ -290,6 +291,7 @@ class Coroner(DatabaseService):
         """Make one attempt at a case. If the worker still holds something after that, another one follows."""
         self._end_sessions(case)
         case.read_chunks()
+        self._connection.run(note_death(case.worker))
         held = {domain: self._held(case, domain) for domain in case.hello.domains}
         if case.findings is None:
             case.note_chunk_types(held)

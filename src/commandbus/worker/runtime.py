@@ -3,7 +3,7 @@
     claimer → dispatcher → slots → settler      a command's way, from its claim to its outcome
     attempt registry                            what is held, what runs
     ladder, fencer, lease keeper                what happens to an attempt that does not end in time
-    maintenance, adopter, limit client, scheduler  work beside that way
+    maintenance, adopter, limit client, scheduler, fenced writer  work beside that way
 
 A supervised worker shows its slots on a board and drains at the first stuck attempt: it claims nothing more, lets
 what is healthy finish, and ends; its supervisor starts a replacement meanwhile. A worker inside an application
@@ -21,6 +21,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 from weakref import WeakSet
 
@@ -28,6 +29,7 @@ from commandbus.clock import monotonic
 from commandbus.db.service import DatabaseService
 from commandbus.flow.commands.renew import PendingCancel
 from commandbus.flow.commands.settle import cancellation
+from commandbus.flow.effects.write import Checkpoint, Write, Written
 from commandbus.logger import safe_logger
 from commandbus.model.outcome import Failure
 from commandbus.settings import Settings
@@ -45,9 +47,12 @@ from commandbus.worker.execution.attempt import NEVER, Attempt, Why
 from commandbus.worker.execution.chunk_execute import ChunkExecutor, Everything
 from commandbus.worker.execution.connections import Borrowed, HandlerConnections
 from commandbus.worker.execution.context import Services
-from commandbus.worker.execution.execute import Executor, Written
+from commandbus.worker.execution.effects import note_open_effect
+from commandbus.worker.execution.execute import Executor
+from commandbus.worker.execution.execute import Written as WrittenOutcome
 from commandbus.worker.execution.slots import Slot
 from commandbus.worker.execution.wrapped_handlers import WrappedHandlers
+from commandbus.worker.fenced_writer import FencedWriter
 from commandbus.worker.isolation.isolation import Isolation
 from commandbus.worker.isolation.quarantine import Quarantine
 from commandbus.worker.key_releasing import KeyReleasing
@@ -95,6 +100,7 @@ class WorkerRuntime:
             on_error=spec.fail,
             name=spec.id,
         )
+        self._writer = FencedWriter(settings, spec.id, on_error=spec.fail, name=spec.id)
         self._connections = self._make_connections()
         self._lifespans = RunningLifespans(spec.handlers._lifespans, self._on_loop)
         self._handlers = WrappedHandlers(spec.handlers)
@@ -146,7 +152,14 @@ class WorkerRuntime:
             on_error=spec.fail,
             name=spec.id,
         )
-        self._threads += (self._claimer, self._adopter, self.settler, self._keeper, self._maintenance)
+        self._threads += (
+            self._claimer,
+            self._adopter,
+            self.settler,
+            self._keeper,
+            self._maintenance,
+            self._writer,
+        )
         self._service_watch = self._make_service_watch()
         self.ladder = self._make_ladder()
 
@@ -210,6 +223,7 @@ class WorkerRuntime:
             state=self._lifespans.state,
             policy=self._spec.policy,
             await_on_loop=self._await_on_loop,
+            write=self._write,
         )
 
     def _make_limited(self) -> LimitedWork:
@@ -464,6 +478,7 @@ class WorkerRuntime:
         self._isolation.close(max(0.1, deadline - monotonic()))
         self._limited.stop(max(0.1, deadline - monotonic()))
         self._keeper.stop(max(0.1, deadline - monotonic()))
+        self._writer.stop(max(0.1, deadline - monotonic()))
         self._maintenance.stop(max(0.1, deadline - monotonic()))
         self._connections.close()
         if self._running_file is not None and not self.attempts.held:
@@ -586,6 +601,12 @@ class WorkerRuntime:
     def _note_progress(self, attempt: Attempt, text: str) -> None:
         attempt.extras.progress = text
 
+    def _write(self, attempt: Attempt, write: Write) -> Future[Written]:
+        answer = self._writer.ask(attempt.fence, write)
+        if not isinstance(write, Checkpoint):
+            answer.add_done_callback(partial(note_open_effect, attempt, write))
+        return answer
+
     def _end_sessions(self, sessions: Sequence[Borrowed]) -> None:
         if sessions:
             self._keeper.end_sessions(sessions).result(self._settings.visibility_timeout)
@@ -628,7 +649,7 @@ class WorkerRuntime:
     def _push(self, attempt: Attempt) -> None:
         self.dispatcher.push(attempt)
 
-    def _settle(self, attempt: Attempt, ended: Written) -> None:
+    def _settle(self, attempt: Attempt, ended: WrittenOutcome) -> None:
         self.settler.add(attempt, ended)
 
     def _settled(self, attempt: Attempt) -> None:

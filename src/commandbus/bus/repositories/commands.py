@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Unpack
 from commandbus.bus.base import CHUNK, whoami
 from commandbus.bus.one_body import awaited
 from commandbus.bus.repositories.base import AsyncRepository, Repository
+from commandbus.errors import InvalidCommandError
 from commandbus.flow.operation import then
 from commandbus.lazy import lazy
 from commandbus.model import names, payload
@@ -21,6 +22,7 @@ from commandbus.model.command import (
     SentCommand,
     TsqEntry,
 )
+from commandbus.model.effect import CheckpointRecord, EffectRecord, EffectState
 from commandbus.model.json_values import JsonValue, PayloadObject
 from commandbus.model.page import Page
 from commandbus.model.priority import Priority
@@ -30,12 +32,16 @@ if TYPE_CHECKING:
     from commandbus.flow.commands.call import CommandOutcome
     from commandbus.flow.commands.history import AttemptRecord, StuckAttempt
     from commandbus.flow.commands.inspect import CommandFilters, CommandQuery, RejectedMessage, UndeliveredReply
+    from commandbus.flow.effects import inspect as effects
+    from commandbus.flow.effects import operate as effect_actions
 else:
     call = lazy("commandbus.flow.commands.call")
     history = lazy("commandbus.flow.commands.history")
     inspect = lazy("commandbus.flow.commands.inspect")
     lookup = lazy("commandbus.flow.commands.lookup")
     operate = lazy("commandbus.flow.commands.operate")
+    effects = lazy("commandbus.flow.effects.inspect")
+    effect_actions = lazy("commandbus.flow.effects.operate")
 
 
 class CommandRepository(Repository):
@@ -110,6 +116,46 @@ class CommandRepository(Repository):
     def get_attempts(self, domain: str, command_id: str, *, conn: object = None) -> Page[AttemptRecord]:
         """The attempts that did not simply complete, with error, code and traceback, in order."""
         return self._bus.run(then(history.list_attempts(domain, command_id), Page), conn)
+
+    # --- effects and checkpoints ------------------------------------------------------------------------------
+
+    def get_effects(self, domain: str, command_id: str, *, conn: object = None) -> Page[EffectRecord]:
+        """The effects of a command (`ctx.effect`), in the order in which they began."""
+        return self._bus.run(then(effects.effects_of(domain, command_id), Page), conn)
+
+    def get_checkpoint(self, domain: str, command_id: str, *, conn: object = None) -> CheckpointRecord | None:
+        """The last checkpoint of a command (`ctx.checkpoint`); None if it has none."""
+        return self._bus.run(effects.checkpoint_of(domain, command_id), conn)
+
+    def list_open_effects(
+        self, domain: str | None = None, *, limit: int = 50, cursor: str | None = None, conn: object = None
+    ) -> Page[EffectRecord]:
+        """A page of the effects of which nobody knows whether their calls were made. Those of running attempts are
+        among them."""
+        return self._bus.run(effects.list_open_effects(domain, limit=limit, cursor=cursor), conn)
+
+    def resolve_effect(
+        self,
+        domain: str,
+        command_id: str,
+        name: str,
+        *,
+        done: bool,
+        receipt: JsonValue = None,
+        operator: str | None = None,
+        reason: str | None = None,
+        conn: object = None,
+    ) -> None:
+        """Say how an open effect ended: its call was made (`done=True`, with its receipt), or was not.
+
+        It does not retry the command. Its next attempt gets the receipt, or makes the call with the same key.
+        """
+        if not done and receipt is not None:
+            raise InvalidCommandError(f"an effect that was not done has no receipt, but {receipt!r} was given")
+        text = payload.dump(receipt, what="receipt", max_bytes=self._bus.settings.max_payload_bytes)
+        state = EffectState.DONE if done else EffectState.NOT_DONE
+        action = operate.operator_action(operator or whoami(), reason)
+        return self._bus.run(effect_actions.resolve_effect(domain, command_id, name, state, text, action), conn)
 
     # --- pages ------------------------------------------------------------------------------------------------
 
@@ -300,6 +346,10 @@ class AsyncCommandRepository(AsyncRepository):
     exists_many = awaited(CommandRepository.exists_many)
     get_outcome = awaited(CommandRepository.get_outcome)
     get_attempts = awaited(CommandRepository.get_attempts)
+    get_effects = awaited(CommandRepository.get_effects)
+    get_checkpoint = awaited(CommandRepository.get_checkpoint)
+    list_open_effects = awaited(CommandRepository.list_open_effects)
+    resolve_effect = awaited(CommandRepository.resolve_effect)
     query = awaited(CommandRepository.query)
     list_by_status = awaited(CommandRepository.list_by_status)
     list_by_type = awaited(CommandRepository.list_by_type)

@@ -61,8 +61,9 @@ class ClaimedRow(NamedTuple):
 
     `before` is True if a worker held the row when its lease ran out. `created_at` is an epoch second; `last_vt`
     and `claimed_at` are microseconds, the same in every row. So is `others`: what is due in other priorities (1 is
-    high, 2 is low, 3 is both). `options` is the JSON text of RareOptions. `unhandled` is not a column: if this
-    worker has no handler for the command, it is the note with which the command is parked.
+    high, 2 is low, 3 is both). `options` is the JSON text of RareOptions, `checkpoint` the JSON text that an
+    earlier attempt stored. `unhandled` is not a column: if this worker has no handler for the command, it is the
+    note with which the command is parked.
     """
 
     msg_id: int
@@ -91,6 +92,7 @@ class ClaimedRow(NamedTuple):
     quarantine: bool | None = None
     alone: bool | None = None
     options: str | None = None
+    checkpoint: str | None = None
     unhandled: str | None = None
     line: Line | None = None
 
@@ -148,6 +150,7 @@ class ClaimedRow(NamedTuple):
     QUARANTINE,
     ALONE,
     OPTIONS,
+    CHECKPOINT,
     _UNHANDLED,
     _LINE,
 ) = range(len(ClaimedRow._fields))

@@ -128,6 +128,12 @@ def held_by(
 
 
 @operation(atomic=False)
+def note_death(worker: str) -> Steps[None]:
+    """Record that the process of a worker is dead. What it held is settled after that."""
+    yield Statement(sql.text("commands/note_death"), {"worker": worker})
+
+
+@operation(atomic=False)
 def mark_worker_dead(worker: str) -> Steps[None]:
     """Record in the registry that a worker is dead."""
     yield Statement(sql.text("commands/mark_worker_dead"), {"worker": worker})

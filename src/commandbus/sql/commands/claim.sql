@@ -72,7 +72,9 @@ SELECT l.msg_id, l.read_ct, c.id, c.command_id, c.command_type, c.data::text, le
             THEN pg_catalog.json_build_array(extract(epoch FROM c.expires_at - pg_catalog.now()), c.on_exhausted,
                      c.snoozes, extract(epoch FROM pg_catalog.now() - c.snoozed_at), c.key_limit, c.key,
                      c.single, CASE WHEN c.key IS NOT NULL
-                                    THEN (SELECT state FROM commandbus.keyed k WHERE k.command = c.id) END)::text END
+                                    THEN (SELECT state FROM commandbus.keyed k WHERE k.command = c.id) END)::text END,
+       CASE WHEN l.read_ct > 1 OR c.attempt_base > 0
+            THEN (SELECT k.value::text FROM commandbus.checkpoint k WHERE k.command = c.id) END
   FROM leased l
   LEFT JOIN LATERAL (
        SELECT *

@@ -29,7 +29,7 @@ SELECT h.msg_id, h.read_ct, c.id, c.command_id, c.command_type, NULL, least(c.at
             THEN pg_catalog.json_build_array(extract(epoch FROM c.expires_at - pg_catalog.now()), c.on_exhausted,
                      c.snoozes, extract(epoch FROM pg_catalog.now() - c.snoozed_at), c.key_limit, c.key,
                      c.single, 'RELEASED')::text END,
-       h.headers ? 'cancel'::text, h.headers -> 'cancel'::text ->> 'by'::text,
+       NULL, NULL, NULL, h.headers ? 'cancel'::text, h.headers -> 'cancel'::text ->> 'by'::text,
        h.headers -> 'cancel'::text ->> 'reason'::text
   FROM held h
   LEFT JOIN LATERAL (

@@ -136,7 +136,7 @@ CREATE INDEX tsq_domain_type ON commandbus.tsq (domain, command_type, command);
 CREATE TABLE commandbus.operator_action (
     id            bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
     command       bigint NOT NULL,
-    action        text NOT NULL CHECK (action IN ('RETRY', 'CANCEL', 'COMPLETE', 'PRIORITY')),
+    action        text NOT NULL CHECK (action IN ('RETRY', 'CANCEL', 'COMPLETE', 'PRIORITY', 'RESOLVE_EFFECT')),
     operator      text NOT NULL,
     reason        text,
     performed_at  timestamptz NOT NULL DEFAULT now(),
@@ -240,6 +240,7 @@ CREATE TABLE commandbus.undelivered_reply (
 -- types   the command types that the worker has handlers for, as 'orders/ship', types of processes included
 -- counts  'DOMAIN/COMMAND_TYPE' → how many attempts have ended since some moments and were not stuck (model/breaker_rule.py);
 --         null while no type has a bad attempt in its window
+-- died_at  when its supervisor knew that its process was dead; null: nobody has seen its end
 CREATE TABLE commandbus.worker (
     id            text PRIMARY KEY,
     host          text NOT NULL,
@@ -256,7 +257,8 @@ CREATE TABLE commandbus.worker (
     settled       bigint NOT NULL DEFAULT 0,
     rates         json NOT NULL DEFAULT '{}',
     health        json,
-    counts        jsonb
+    counts        jsonb,
+    died_at       timestamptz
 ) WITH (fillfactor = 50);
 
 -- Idle workers that want to be notified. A send notifies only if there is such a row that has not expired, because NOTIFY
@@ -666,6 +668,43 @@ CREATE TABLE commandbus.keyed (
 CREATE INDEX keyed_line ON commandbus.keyed (domain, key_limit, key, command) WHERE state IN ('NEW', 'WAITING');
 CREATE INDEX keyed_released ON commandbus.keyed (domain, key_limit, key, command) WHERE state = 'RELEASED';
 CREATE INDEX keyed_new ON commandbus.keyed (domain, key_limit, key, command) WHERE state = 'NEW';
+
+-- --- effects and checkpoints -------------------------------------------------------------------------------------------------
+
+-- Effects outside the database, one row per command and name (model/effect.py). The row is the intent, committed before
+-- the call; the receipt is written into it after the call.
+--
+-- key       the idempotency key that the provider gets: the same in all attempts of the command
+-- state     INTENT: the call may have been made. DONE: it was made, and `receipt` is what it returned. NOT_DONE: it was not
+--           made. UNCERTAIN: nobody can tell, and a person must find out
+-- attempt   the number of the attempt that wrote the intent, in `worker`; `process` identifies its operating-system process
+--           (worker/process_identity.py)
+-- calls     how many times an intent was written
+-- note      why the state is what it is, for people
+CREATE TABLE commandbus.effect (
+    command   bigint NOT NULL,
+    begun_at  timestamptz NOT NULL DEFAULT clock_timestamp(),
+    ended_at  timestamptz,
+    attempt   integer NOT NULL,
+    calls     integer NOT NULL DEFAULT 1,
+    state     text NOT NULL DEFAULT 'INTENT' CHECK (state IN ('INTENT', 'DONE', 'NOT_DONE', 'UNCERTAIN')),
+    name      text NOT NULL,
+    key       text NOT NULL,
+    worker    text NOT NULL,
+    process   text,
+    note      text,
+    receipt   json,
+    PRIMARY KEY (command, name)
+) WITH (fillfactor = 70);
+CREATE INDEX effect_open ON commandbus.effect (command, name) WHERE state IN ('INTENT', 'UNCERTAIN');
+
+-- What a handler has stored for its next attempt (`ctx.checkpoint`): the last value of each command.
+CREATE TABLE commandbus.checkpoint (
+    command   bigint PRIMARY KEY,
+    at        timestamptz NOT NULL DEFAULT clock_timestamp(),
+    attempt   integer NOT NULL,
+    value     json
+) WITH (fillfactor = 50);
 
 -- --- views and functions -----------------------------------------------------------------------------------------------------
 
@@ -1324,6 +1363,10 @@ BEGIN
         DELETE FROM commandbus.operator_action a WHERE a.command IN (SELECT o.id FROM old o)
     ), events AS (
         DELETE FROM commandbus.audit_event e WHERE e.command IN (SELECT o.id FROM old o)
+    ), effects AS (
+        DELETE FROM commandbus.effect e WHERE e.command IN (SELECT o.id FROM old o)
+    ), checkpoints AS (
+        DELETE FROM commandbus.checkpoint k WHERE k.command IN (SELECT o.id FROM old o)
     )
     SELECT (SELECT count(*) FROM gone), (SELECT max(s.id) FROM seen s), (SELECT count(*) FROM seen),
            (SELECT bool_and(s.id > p_through_id AND COALESCE(s.created_at > v_before, true)) FROM seen s);

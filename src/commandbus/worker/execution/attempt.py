@@ -18,6 +18,7 @@ from commandbus.errors import AttemptCanceledError, DeadlineExceededError
 from commandbus.flow.commands.claimed_row import (
     ATTEMPT_BASE,
     BATCH,
+    CHECKPOINT,
     COMMAND_ID,
     CORRELATION_ID,
     CREATED_AT,
@@ -108,6 +109,7 @@ class Extras:
         "asks",
         "borrowed",
         "child",
+        "effects",
         "event",
         "has_connection",
         "holds_row",
@@ -116,6 +118,7 @@ class Extras:
         "is_fenced",
         "is_reminded",
         "late_text",
+        "open_effects",
         "progress",
         "scopes",
     )
@@ -133,6 +136,8 @@ class Extras:
         self.has_connection = False
         self.is_completing = False  # is it in the transaction that completes its command?
         self.holds_row = False  # must its queue row stay unchanged, because of its transaction's snapshot?
+        self.effects: dict[str, float | None] = {}  # in a block now (None), or when one was left open (monotonic)
+        self.open_effects: set[str] = set()  # those of which nobody knows whether their calls were made
         self.late_text: str | None = None  # what its deadline is called, while that of one call is nearer
 
 
@@ -346,6 +351,17 @@ class Attempt:
     def child(self) -> Child | None:
         """The process that it runs in, if that is one of its own."""
         return None if self._extras is None else self._extras.child
+
+    @property
+    def has_open_effect(self) -> bool:
+        """Has it found or begun an effect of which nobody knows whether its call was made?"""
+        return self._extras is not None and bool(self._extras.open_effects)
+
+    @property
+    def checkpoint(self) -> str | None:
+        """What an earlier attempt has stored for this one, as JSON text."""
+        found: str | None = self.row[CHECKPOINT] if len(self.row) > CHECKPOINT else None
+        return found
 
     @property
     def scopes(self) -> list[Scope]:

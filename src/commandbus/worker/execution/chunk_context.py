@@ -134,6 +134,23 @@ class _ChunkContext(_Context):
             f"cannot be. Use `with bus.limit({name!r}):` (one permit for the chunk), or a handler without chunk="
         )
 
+    def effect(self, name: str, *_: object, **__: object) -> NoReturn:
+        """Not for chunks."""
+        raise TypeError(
+            f"effect {name!r}: effects are not for chunks, because an effect belongs to one command. Call "
+            f"in a handler without chunk="
+        )
+
+    effect_once = effect
+
+    def checkpoint(self, value: object) -> NoReturn:  # noqa: ARG002
+        """Not for chunks."""
+        raise TypeError("checkpoints are not for chunks, because a checkpoint belongs to one command")
+
+    @property
+    def last_checkpoint(self) -> NoReturn:
+        raise AttributeError("checkpoints are not for chunks, because a checkpoint belongs to one command")
+
     # --- its transaction ---------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
@@ -199,6 +216,8 @@ class ChunkContext(_ChunkContext, HandlerContext):
     __slots__ = ()
 
     limit = _ChunkContext.limit
+    effect = effect_once = _ChunkContext.effect
+    checkpoint = _ChunkContext.checkpoint
 
 
 class AsyncChunkContext(_ChunkContext, AsyncHandlerContext):
@@ -207,6 +226,8 @@ class AsyncChunkContext(_ChunkContext, AsyncHandlerContext):
     __slots__ = ()
 
     limit = _ChunkContext.limit
+    effect = effect_once = _ChunkContext.effect
+    checkpoint = _ChunkContext.checkpoint
 
 
 def chunk_of_one(ctx: Any) -> Any:

@@ -20,6 +20,7 @@ from concurrent.futures import Future, wait
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager, contextmanager
 from datetime import UTC, datetime, timedelta
 from typing import Any, Generic, NoReturn, Self, TypeVar
+from uuid import UUID
 
 import psycopg
 from psycopg import AsyncConnection, Connection, IsolationLevel
@@ -38,13 +39,14 @@ from commandbus.errors import (
     TransientCommandError,
 )
 from commandbus.flow.commands.settle import settle, settle_one
+from commandbus.flow.effects.write import Checkpoint, Fenced, Write, Written
 from commandbus.flow.operation import Operation, Statement, Steps, operation
 from commandbus.limits.with_block import Hold, async_block, check_block_times, sync_block
 from commandbus.model import payload
 from commandbus.model.attempt_outcome import AttemptOutcome
 from commandbus.model.command import Command
 from commandbus.model.durations import Duration, format_seconds, parse_seconds
-from commandbus.model.json_values import JsonValue
+from commandbus.model.json_values import Json, JsonValue
 from commandbus.model.limit import WAIT_SECONDS
 from commandbus.model.retry import RetryPolicy
 from commandbus.model.safe_text import escaped
@@ -53,6 +55,15 @@ from commandbus.model.timeouts import SHORTEST
 from commandbus.quick_dataclass import dataclass
 from commandbus.worker.execution.attempt import CHILD_LATE, NEVER, Attempt, Scope, Stop
 from commandbus.worker.execution.connections import HandlerConnections
+from commandbus.worker.execution.effects import (
+    AskWrite,
+    AsyncEffectBlock,
+    Effect,
+    EffectBlock,
+    EffectOptions,
+    SyncEffectBlock,
+    Verify,
+)
 from commandbus.worker.execution.foresee import foresee
 from commandbus.worker.execution.handler_permits import AsyncBlock, HandlerPermits, PermitProvider
 from commandbus.worker.execution.handlers import Handler
@@ -94,6 +105,8 @@ class Services:
     policy: RetryPolicy
     """The policy of handlers that have none of their own."""
     await_on_loop: Callable[[Attempt, Awaitable[Any]], tuple[Any, BaseException | None]]
+    write: Callable[[Attempt, Write], Future[Written]]
+    """Writes checkpoints and effects under the attempt's fence, on a connection of the worker's own."""
 
 
 def dump_result(result: Any, max_bytes: int, handler: Handler | None = None) -> str:
@@ -145,13 +158,14 @@ class HandlerTransaction(Generic[C]):
 class _Context:
     """What both contexts share."""
 
-    __slots__ = ("_attempt", "_command", "_log", "_scope", "_services")
+    __slots__ = ("_attempt", "_checkpoint", "_command", "_log", "_scope", "_services")
 
     def __init__(self, attempt: Attempt, services: Services, scope: Scope | None = None) -> None:
         self._attempt = attempt
         self._services = services
         self._scope = scope
         self._command: Command | None = None
+        self._checkpoint: tuple[Any] | None = None
         self._log: logging.LoggerAdapter[logging.Logger] | None = None
 
     @property
@@ -217,6 +231,14 @@ class _Context:
             }
             self._log = logging.LoggerAdapter(logger, extra)
         return self._log
+
+    @property
+    def last_checkpoint(self) -> Json:
+        """The last value that `checkpoint()` has stored for this command, in an earlier attempt or in this one;
+        None if there is none. It came with the command: reading it asks nobody."""
+        if self._checkpoint is None:
+            self._checkpoint = (payload.loads_or_none(self._attempt.checkpoint),)
+        return self._checkpoint[0]
 
     # --- time ------------------------------------------------------------------------------------------------
 
@@ -414,6 +436,44 @@ class _Context:
             return settle_one(attempt.domain, worker, attempt, read_ct=read_ct, number=number, result=result)
         return settle(attempt.domain, worker, [attempt.complete(result).only_of(attempt.sent)], waiting=True)
 
+    # --- checkpoints and effects -------------------------------------------------------------------------------
+
+    def _ask_checkpoint(self, value: JsonValue) -> Future[Written]:
+        text = payload.dump(value, what="checkpoint", max_bytes=self._services.max_payload_bytes)
+        self._check_may_write()
+        return self._services.write(self._attempt, Checkpoint(text))
+
+    def _note_checkpoint(self, value: JsonValue, written: Written) -> None:
+        if written.fenced is not Fenced.HELD:
+            raise self._lose("its checkpoint was not saved")
+        self._checkpoint = (payload.loads(payload.dump(value, what="checkpoint", max_bytes=payload.COMPOSED)),)
+
+    def _check_may_write(self) -> None:
+        """Raise if the attempt has been asked to stop, has completed, or has lost its command."""
+        if self._attempt.has_committed:
+            raise TransactionUsedError(
+                f"command {self._attempt.command_id!r} was completed by an earlier ctx.transaction(): it has no "
+                f"next attempt"
+            )
+        self.raise_if_canceled()
+        if self._attempt.is_fenced or self._attempt.is_lost:
+            raise self._fenced()
+
+    def _lose(self, what: str) -> AttemptFencedError:
+        attempt = self._attempt
+        attempt.is_lost = True
+        return AttemptFencedError(
+            f"attempt number {attempt.number} of command {attempt.command_id!r} no longer holds its lease; {what}"
+        )
+
+    def _unwritten(self, error: TimeoutError) -> Exception:
+        """Nobody has answered in time."""
+        if (stop := self._stop()) is not None:
+            return stop.error()
+        limit = format_seconds(self._services.extend_timeout)
+        why = str(error) or f"the database has not answered for {limit}"
+        return TimeoutError(f"a write for command {self._attempt.command_id!r} was not confirmed: {why}")
+
     def _check(self, unsettled: dict[tuple[int, int], Any]) -> None:
         if unsettled:
             self._attempt.is_lost = True
@@ -440,6 +500,29 @@ class _Context:
                 code="COMMIT_LOST",
             ) from error
         self._note_commit(tx)
+
+
+class _EffectPort:
+    """What the blocks of effects need of their context."""
+
+    __slots__ = ("_ctx",)
+
+    def __init__(self, ctx: _Context) -> None:
+        self._ctx = ctx
+
+    @property
+    def effect_attempt(self) -> Attempt:
+        return self._ctx._attempt
+
+    @property
+    def max_payload_bytes(self) -> int:
+        return self._ctx._services.max_payload_bytes
+
+    def check_may_write(self) -> None:
+        self._ctx._check_may_write()
+
+    def lose(self, what: str) -> Exception:
+        return self._ctx._lose(what)
 
 
 def _level_of(isolation: IsolationLevel | str | None) -> IsolationLevel | None:
@@ -569,6 +652,74 @@ class HandlerContext(_Context):
         finally:
             asked.cancel()  # the handler may have stopped waiting before the answer
 
+    def checkpoint(self, value: JsonValue) -> None:
+        """Store a JSON value for the next attempt (`ctx.last_checkpoint`). It is durable when this returns.
+
+        Raises AttemptFencedError if the command is lost, AttemptCanceledError if the attempt was asked to stop,
+        and TimeoutError if the database has not confirmed it.
+        """
+        self._note_checkpoint(value, self._await_written(self._ask_checkpoint(value)))
+
+    def _write_effect(self, ask: AskWrite) -> Written:
+        asked = self._services.write(self._attempt, ask.write)
+        return self._await_written(asked, is_patient=ask.is_patient)
+
+    def _await_written(self, asked: Future[Written], *, is_patient: bool = False) -> Written:
+        until = monotonic() + self._services.extend_timeout
+        try:
+            while not wait([asked], _LOOK_SECONDS).done and monotonic() < until:
+                if not is_patient and self._stop() is not None:
+                    break
+            return asked.result(0)
+        except TimeoutError as error:
+            raise self._unwritten(error) from error
+        finally:
+            if not is_patient:
+                asked.cancel()  # it may have stopped waiting before the answer
+
+    def effect(
+        self,
+        name: str,
+        *,
+        key: str | UUID | None = None,
+        verify: Verify | None = None,
+        settle_after: Duration | None = None,
+        not_done_on: type[BaseException] | tuple[type[BaseException], ...] = (),
+    ) -> AbstractContextManager[Effect]:
+        """A call to the outside world that no attempt repeats without knowing what became of the last one:
+
+            with ctx.effect("charge", verify=find_charge) as effect:
+                effect.receipt = charge(idempotency_key=effect.key)
+
+        The intent is committed before the block, and the receipt at its end. If an earlier attempt has stored a
+        receipt, `effect.is_due` is False, and `effect.key` leaves the block. If an earlier attempt may have made
+        the call, `verify(open_effect)` is asked: it returns the receipt, `NOT_DONE` or `UNKNOWN`. It is asked only
+        if that attempt's process is dead, or `settle_after` has passed since that attempt ended. Without `verify`,
+        or if nobody can tell, EffectUncertainError sends the command to the troubleshooting queue.
+
+        `key`: the idempotency key; by default one is derived from the command and `name`. `not_done_on`:
+        exceptions which prove that the call was not made.
+        """
+        options = EffectOptions.check(name, key, verify, settle_after, not_done_on)
+        return SyncEffectBlock(EffectBlock(_EffectPort(self), options), options.verify, self._write_effect)
+
+    def effect_once(
+        self,
+        name: str,
+        call: Callable[[str], JsonValue],
+        *,
+        key: str | UUID | None = None,
+        verify: Verify | None = None,
+        settle_after: Duration | None = None,
+        not_done_on: type[BaseException] | tuple[type[BaseException], ...] = (),
+    ) -> Json:
+        """`ctx.effect` in one call: returns `call(key)`, or the receipt that an earlier attempt has stored."""
+        block = self.effect(name, key=key, verify=verify, settle_after=settle_after, not_done_on=not_done_on)
+        with block as effect:
+            if effect.is_due:
+                effect.receipt = call(effect.key)
+        return effect.receipt
+
     def sleep(self, duration: Duration) -> None:
         """Sleep, but raise as soon as the handler is asked to stop."""
         until = monotonic() + parse_seconds(duration, name="duration")
@@ -696,6 +847,69 @@ class AsyncHandlerContext(_Context):
         """
         end, asked = self._ask_to_extend(duration)
         self._extended(await self._await_lease(asked), end)
+
+    async def checkpoint(self, value: JsonValue) -> None:
+        """Store a JSON value for the next attempt (`ctx.last_checkpoint`). It is durable when this returns.
+
+        Raises AttemptFencedError if the command is lost, AttemptCanceledError if the attempt was asked to stop,
+        and TimeoutError if the database has not confirmed it.
+        """
+        self._note_checkpoint(value, await self._await_written(self._ask_checkpoint(value)))
+
+    async def _write_effect(self, ask: AskWrite) -> Written:
+        asked = self._services.write(self._attempt, ask.write)
+        return await self._await_written(asked, is_patient=ask.is_patient)
+
+    async def _await_written(self, asked: Future[Written], *, is_patient: bool = False) -> Written:
+        answer: asyncio.Future[Written] = asyncio.wrap_future(asked)
+        try:
+            waited = asyncio.shield(answer) if is_patient else answer
+            return await asyncio.wait_for(waited, self._services.extend_timeout)
+        except TimeoutError as error:
+            raise self._unwritten(error) from error
+
+    def effect(
+        self,
+        name: str,
+        *,
+        key: str | UUID | None = None,
+        verify: Verify | None = None,
+        settle_after: Duration | None = None,
+        not_done_on: type[BaseException] | tuple[type[BaseException], ...] = (),
+    ) -> AbstractAsyncContextManager[Effect]:
+        """A call to the outside world that no attempt repeats without knowing what became of the last one:
+
+            async with ctx.effect("charge", verify=find_charge) as effect:
+                effect.receipt = await charge(idempotency_key=effect.key)
+
+        The intent is committed before the block, and the receipt at its end. If an earlier attempt has stored a
+        receipt, `effect.is_due` is False, and `effect.key` leaves the block. If an earlier attempt may have made
+        the call, `verify(open_effect)` is asked: it returns the receipt, `NOT_DONE` or `UNKNOWN`. It is asked only
+        if that attempt's process is dead, or `settle_after` has passed since that attempt ended. Without `verify`,
+        or if nobody can tell, EffectUncertainError sends the command to the troubleshooting queue.
+
+        `key`: the idempotency key; by default one is derived from the command and `name`. `not_done_on`:
+        exceptions which prove that the call was not made.
+        """
+        options = EffectOptions.check(name, key, verify, settle_after, not_done_on)
+        return AsyncEffectBlock(EffectBlock(_EffectPort(self), options), options.verify, self._write_effect)
+
+    async def effect_once(
+        self,
+        name: str,
+        call: Callable[[str], Awaitable[JsonValue]],
+        *,
+        key: str | UUID | None = None,
+        verify: Verify | None = None,
+        settle_after: Duration | None = None,
+        not_done_on: type[BaseException] | tuple[type[BaseException], ...] = (),
+    ) -> Json:
+        """`ctx.effect` in one call: returns `call(key)`, or the receipt that an earlier attempt has stored."""
+        block = self.effect(name, key=key, verify=verify, settle_after=settle_after, not_done_on=not_done_on)
+        async with block as effect:
+            if effect.is_due:
+                effect.receipt = await call(effect.key)
+        return effect.receipt
 
     async def sleep(self, duration: Duration) -> None:
         """Sleep, but raise as soon as the handler is asked to stop."""

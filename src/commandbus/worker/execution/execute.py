@@ -52,7 +52,7 @@ from commandbus.model.outcome import (
     judge_failure,
 )
 from commandbus.model.retry import NO_RULING, RetryPolicy, Ruling, may_snooze, rule_on
-from commandbus.model.snooze import Snooze
+from commandbus.model.snooze import EffectWait, Snooze
 from commandbus.model.timeouts import Timeouts
 from commandbus.quick_dataclass import dataclass
 from commandbus.worker.execution.adapters import OURS
@@ -273,7 +273,10 @@ class Executor:
         failure = replace(failure, traceback=None, duration_ms=attempt.elapsed_ms())
         delay, options, policy = snooze.delay_seconds, attempt.options, self._policy_of(attempt)
         snoozes, since = options.snoozes or 0, options.snoozed_ago or 0.0
-        if may_snooze(policy, snoozes=snoozes, since_seconds=since, delay_seconds=delay):
+        is_allowed = isinstance(snooze, EffectWait) or may_snooze(
+            policy, snoozes=snoozes, since_seconds=since, delay_seconds=delay
+        )
+        if is_allowed:
             self._on_failed(attempt, Judgement(Verdict.SNOOZED, failure))
             _log(logging.INFO, attempt, f"is snoozed for {format_seconds(delay)}: {failure.error or 'no reason'}")
             return attempt.snooze(failure, delay)
@@ -391,7 +394,7 @@ class Executor:
 
     def _fail(self, attempt: Attempt, judgement: Judgement, raised: BaseException | None = None) -> Settlement:
         self._on_failed(attempt, judgement)
-        judgement = insist(judgement, attempt.step)
+        judgement = insist(judgement, attempt.step, has_open_effect=attempt.has_open_effect)
         self._say(attempt, judgement, raised)
         return attempt.fail(judgement)
 

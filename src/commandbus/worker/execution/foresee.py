@@ -33,7 +33,7 @@ from commandbus.model.outcome import (
     judge_failure,
 )
 from commandbus.model.retry import NO_RULING, RetryPolicy, Ruling, may_snooze, rule_on
-from commandbus.model.snooze import Snooze
+from commandbus.model.snooze import EffectWait, Snooze
 from commandbus.worker.execution.attempt import Attempt, Stop, Why
 from commandbus.worker.exhaustion import ExhaustedError
 
@@ -86,7 +86,8 @@ def _stopped(attempt: Attempt, stop: Stop, failure: Failure, policy: RetryPolicy
 def _snoozed(attempt: Attempt, snooze: Snooze, failure: Failure, policy: RetryPolicy) -> AttemptOutcome:
     delay, options = snooze.delay_seconds, attempt.options
     snoozes, since = options.snoozes or 0, options.snoozed_ago or 0.0
-    if may_snooze(policy, snoozes=snoozes, since_seconds=since, delay_seconds=delay):
+    is_wait = isinstance(snooze, EffectWait)
+    if is_wait or may_snooze(policy, snoozes=snoozes, since_seconds=since, delay_seconds=delay):
         return AttemptOutcome.again(Verdict.SNOOZED, failure.error_code, delay)
     told = Failure(failure.error_type, "SNOOZED_TOO_OFTEN", failure.error)
     return _after(attempt, exhausted(told, attempt.on_exhausted(policy)))
@@ -109,7 +110,7 @@ def _judged(
 
 
 def _after(attempt: Attempt, judgement: Judgement) -> AttemptOutcome:
-    return AttemptOutcome.after(insist(judgement, attempt.step))
+    return AttemptOutcome.after(insist(judgement, attempt.step, has_open_effect=attempt.has_open_effect))
 
 
 def _is_refused(attempt: Attempt, error: BaseException) -> bool:

@@ -1,6 +1,7 @@
 """One attempt in a child process, as seen by the slot's thread that waits for it, and by the ladder.
 
-    begin → run is sent → messages (begun, lent, returned, progress, extend, hold, release, limits, log) → ended
+    begin → run is sent → messages (begun, lent, returned, progress, extend, hold, release, limits, writes, log)
+                        → ended
                         ↘ kill: dump signal, 0.5 s for the stacks, SIGKILL → dead
                         ↘ it dies by itself → dead
 
@@ -36,6 +37,7 @@ from commandbus.worker.isolation.channel import ChannelError, Message
 from commandbus.worker.isolation.child_process import ChildProcess
 from commandbus.worker.isolation.child_setup import DUMP_SIGNAL
 from commandbus.worker.isolation.limit_relay import ASKED, LimitRelay
+from commandbus.worker.isolation.write_relay import WriteRelay
 
 logger = safe_logger("commandbus.worker")
 
@@ -98,6 +100,13 @@ class Child:
         self._mark = process.mark()
         self._since = boottime()  # its database session is younger than that
         self._limit_relay = LimitRelay(services.limits, attempt, run=self._number, send=process.channel.send)
+        self._write_relay = WriteRelay(
+            services.write,
+            attempt,
+            run=self._number,
+            send=process.channel.send,
+            max_bytes=services.max_payload_bytes,
+        )
         self._lock = threading.Lock()
         self._is_canceled = False
         self._cause = ChildFate.DIED
@@ -275,6 +284,8 @@ class Child:
             self._hold(message)
         elif kind in ASKED:
             self._limit_relay.hear(message)
+        elif kind in ("write", "unwrite"):
+            self._write_relay.hear(message)
         elif message["n"] == self._number:  # else from a thread that an earlier attempt left behind
             if kind == "ended":
                 return True

@@ -63,6 +63,7 @@ from commandbus.worker.isolation.child_setup import adopt_orphans, collect_garba
 from commandbus.worker.isolation.descendants import reap_adopted
 from commandbus.worker.isolation.limit_relay import ChildLimits
 from commandbus.worker.isolation.remote_errors import describe_error
+from commandbus.worker.isolation.write_relay import ChildWrites
 from commandbus.worker.lifespans import RunningLifespans
 from commandbus.worker.logs import extras
 from commandbus.worker.os_state import OsState
@@ -167,6 +168,7 @@ class Isolated:
         self._asked: dict[int, Future[bool]] = {}
         self._questions = itertools.count(1)
         self._limits = ChildLimits(channel.send, self._number_of)
+        self._writes = ChildWrites(channel.send, self._number_of)
         self._loop: asyncio.AbstractEventLoop | None = None
         os.register_at_fork(after_in_child=self._leave_conversation)
 
@@ -256,6 +258,7 @@ class Isolated:
             state=self._lifespans.state,
             policy=replace(self._settings.retry_policy, max_attempts=self._start["default_max_attempts"]),
             await_on_loop=lambda _, awaitable: (self._run_on_loop(run, lambda: awaitable), None),
+            write=self._writes.ask,
         )
         try:
             attempt.handler = handlers.get(attempt.domain, attempt.command_type, run.module)
@@ -396,6 +399,8 @@ class Isolated:
                     _answer(asked, message)
             case "permit" | "lost":
                 self._limits.hear(message)
+            case "written":
+                self._writes.hear(message)
             case "end":
                 self._todo.put(None)
 

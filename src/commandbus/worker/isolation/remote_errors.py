@@ -20,7 +20,7 @@ from commandbus.model import payload
 from commandbus.model.api_errors import ApiFailure, api_failure, parse_retry_after
 from commandbus.model.outcome import describe
 from commandbus.model.retry import RetryPolicy, Ruling, rule_on
-from commandbus.model.snooze import Snooze
+from commandbus.model.snooze import EffectWait, Snooze
 from commandbus.worker.exhaustion import ExhaustedError
 
 API: Final = "commandbus_api"
@@ -35,7 +35,10 @@ _KNOWN: Final[dict[str, type[BaseException]]] = {
         ExhaustedError,
         errors.BusinessRuleException,
         errors.TransactionUsedError,
+        errors.EffectUncertainError,
+        errors.EffectMisuseError,
         errors.PermanentCommandError,
+        EffectWait,
         Snooze,
         errors.TransientCommandError,
         errors.CommandFailure,

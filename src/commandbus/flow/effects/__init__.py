@@ -1,0 +1,1 @@
+"""Effects outside the database, and checkpoints: written under the fence of a running attempt."""
