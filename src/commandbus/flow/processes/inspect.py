@@ -196,7 +196,7 @@ def _other(step: Mapping[str, Any]) -> str:
     what = "the end of" if step["undoes"] is None else "the undoing of"
     return (
         f"{what} the nested process {step['command_id']!r} of domain {step['domain']!r} "
-        f"(step {step['name']!r}), which is {step['nested']}"
+        f"(step {step['name']!r}), which is {step['nested'] or 'out of sight'}"
     )
 
 
