@@ -616,6 +616,24 @@ def test_a_handler_may_return_an_awaitable(
     assert dict(db.execute("SELECT command_id, result FROM commandbus.command").fetchall())["c003"] == 3
 
 
+def test_a_child_context_completes_the_commands_of_its_parent(
+    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker
+) -> None:
+    @handlers.handler("orders", "index", chunk=3, chunk_wait="100ms")
+    def index(commands: Any, ctx: Any) -> None:
+        with ctx.child(timeout=20) as child, child.transaction() as tx:
+            tx.complete([PermanentCommandError("bad") if c.data["n"] in (1, 3) else "good" for c in commands])
+        with pytest.raises(TransactionUsedError):
+            ctx.transaction()
+
+    send(bus, 4)  # a chunk, and one by itself
+    worker = start_worker(handlers)
+    until_settled(db)
+    assert statuses(db) == {"COMPLETED": 2, "IN_TROUBLESHOOTING_QUEUE": 2}
+    assert worker._runtime is not None
+    assert worker._runtime.settler.refused == 0
+
+
 def test_what_is_raised_or_returned_after_the_commit_is_only_noted(
     bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker
 ) -> None:

@@ -184,6 +184,7 @@ class Attempt:
     limit_use: LimitUse | None = None  # only if it has something to do with limits
     expires_at: float | None = None  # of `clock.boottime`; it is not to start after that
     members: tuple[Attempt, ...] = ()  # only if it is a Chunk
+    outcomes: list[Any] | None = None  # of a chunk handler: those that its transaction has committed
     _extras: Extras | None = None
 
     def __init__(self, domain: str, row: tuple[Any, ...], handler: Handler | None, renewed_at: float) -> None:

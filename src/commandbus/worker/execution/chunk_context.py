@@ -65,14 +65,13 @@ class ChunkTransaction(HandlerTransaction[C]):
 
 
 class _ChunkContext(_Context):
-    """What both contexts of chunks share. `outcomes` are those of its transaction, after its commit."""
+    """What both contexts of chunks share."""
 
-    __slots__ = ("_commands", "outcomes")
+    __slots__ = ("_commands",)
 
     def __init__(self, attempt: Attempt, services: Services, scope: Scope | None = None) -> None:
         super().__init__(attempt, services, scope)
         self._commands: list[Command] | None = None
-        self.outcomes: list[Any] | None = None
 
     @property
     def commands(self) -> list[Command]:
@@ -154,7 +153,7 @@ class _ChunkContext(_Context):
     # --- its transaction ---------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        if self.outcomes is not None:
+        if self._attempt.outcomes is not None:
             raise TransactionUsedError("an earlier ctx.transaction() of this chunk has completed its commands")
         if self._attempt.extras.is_completing:
             raise TransactionUsedError("ctx.transaction() of a chunk is inside another one: use the outer tx")
@@ -192,7 +191,7 @@ class _ChunkContext(_Context):
 
     def _note_commit(self, tx: HandlerTransaction[Any]) -> None:
         assert isinstance(tx, ChunkTransaction)  # noqa: S101
-        self.outcomes = tx.outcomes
+        self._attempt.outcomes = tx.outcomes
         for member, outcome in zip(self._attempt.each, tx.outcomes, strict=True):
             member.has_committed = not isinstance(outcome, BaseException)
 

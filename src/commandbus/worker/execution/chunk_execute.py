@@ -33,7 +33,6 @@ from commandbus.worker.health import HealthStatus
 logger = safe_logger("commandbus.worker")
 
 Ends = list[tuple[Attempt, Ended]]
-Context = ChunkContext | AsyncChunkContext
 _BY_ITSELF = "not charged, and it runs by itself from now on"
 
 
@@ -79,18 +78,18 @@ class ChunkExecutor:
                 become_async_chunk(ctx)
                 returned, error = self._await_on_loop(chunk, returned)
                 if error is not None:
-                    return self._failed(chunk, ctx, error)
-            return self._returned(chunk, ctx, returned)
+                    return self._failed(chunk, error)
+            return self._returned(chunk, returned)
         except BaseException as error:  # noqa: BLE001 - SystemExit and the like end the chunk, not the slot
-            return self._failed(chunk, ctx, error)
+            return self._failed(chunk, error)
 
     async def run_async(self, chunk: Chunk) -> Ends:
         """Run an async handler to its end."""
         ctx = AsyncChunkContext(chunk, self._services)
         try:
-            return self._returned(chunk, ctx, await self._function(chunk)(ctx.commands, ctx))
+            return self._returned(chunk, await self._function(chunk)(ctx.commands, ctx))
         except BaseException as error:  # noqa: BLE001
-            return self._failed(chunk, ctx, error)
+            return self._failed(chunk, error)
 
     @staticmethod
     def _function(chunk: Chunk) -> Callable[..., Any]:
@@ -100,10 +99,10 @@ class ChunkExecutor:
 
     # --- the handler has ended ---------------------------------------------------------------------------------
 
-    def _returned(self, chunk: Chunk, ctx: Context, returned: object) -> Ends:
+    def _returned(self, chunk: Chunk, returned: object) -> Ends:
         if chunk not in self._running:
             return []  # it was abandoned as stuck, and its members were judged then
-        if ctx.outcomes is None:
+        if chunk.outcomes is None:
             outcomes = read_outcomes(returned, [member.command_id for member in chunk.members])
             return self._judge_each(chunk.members, outcomes)
         note = None
@@ -114,15 +113,15 @@ class ChunkExecutor:
             )
             note = Failure("ReturnedTooLate", "RETURNED_TOO_LATE", text)
             logger.warning("%s", text, extra=chunk.log_fields)
-        return self._after_commit(chunk, ctx.outcomes, note)
+        return self._after_commit(chunk, chunk.outcomes, note)
 
-    def _failed(self, chunk: Chunk, ctx: Context, error: BaseException) -> Ends:
+    def _failed(self, chunk: Chunk, error: BaseException) -> Ends:
         if chunk not in self._running:
             return []
-        if ctx.outcomes is not None:
+        if chunk.outcomes is not None:
             text = f"raised {type(error).__name__} after its transaction had completed the commands: only noted"
             logger.warning("a chunk of %d %s", len(chunk.members), text, extra=chunk.log_fields)
-            return self._after_commit(chunk, ctx.outcomes, describe(error, traceback_of(error)))
+            return self._after_commit(chunk, chunk.outcomes, describe(error, traceback_of(error)))
         stop = chunk.stop
         if stop is not None and isinstance(error, CANCELLATIONS):
             return self._stopped(chunk, stop, f"was asked to stop: {stop.text}", rung=stop.why)

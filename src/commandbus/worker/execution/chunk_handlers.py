@@ -95,7 +95,7 @@ async def _awaited(ctx: Any, returned: Awaitable[Any], command: Any) -> Any:
 
 def _only_outcome(ctx: Any, returned: Any, command: Any) -> Any:
     """What the handler says of the one command: its result, or its failure, which is raised."""
-    committed = getattr(ctx, "outcomes", None)
+    committed = getattr(getattr(ctx, "_attempt", None), "outcomes", None)
     (outcome,) = read_outcomes(returned, [command.command_id]) if committed is None else committed
     if isinstance(outcome, BaseException):
         raise outcome
