@@ -653,6 +653,19 @@ def test_what_is_raised_or_returned_after_the_commit_is_only_noted(
     assert [history(db, id_)[0][1] for id_ in ("c000", "c003")] == ["ERROR", "RETURNED_TOO_LATE"]
 
 
+def test_commands_of_a_handler_that_is_registered_late_run_by_themselves(
+    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker
+) -> None:
+    sizes: list[int] = []
+    handlers.register("orders", "ship", lambda command, ctx: None)
+    start_worker(handlers)
+    handlers.register("orders", "index", lambda commands, ctx: sizes.append(len(commands)), chunk=5)
+    send(bus, 5)
+    until_settled(db)
+    assert sizes == [1] * 5
+    assert statuses(db) == {"COMPLETED": 5}
+
+
 def test_what_does_not_go_with_chunks_is_refused(handlers: HandlerRegistry) -> None:
     def index(commands: Any, ctx: Any) -> None: ...
 

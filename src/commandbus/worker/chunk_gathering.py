@@ -85,6 +85,10 @@ class ChunkGathering:
 
     # --- commands ----------------------------------------------------------------------------------------------
 
+    def takes(self, attempt: Attempt) -> bool:
+        """May it run in a chunk? One of a handler that was registered after the start runs by itself."""
+        return id(attempt.handler) in self._waiting and may_join(attempt)
+
     def add(self, attempts: Iterable[Attempt]) -> None:
         """Chunk commands have come. Full chunks go to the slots at once."""
         full: list[Attempt] = []

@@ -28,7 +28,7 @@ from commandbus.worker.attempt_registry import AttemptRegistry
 from commandbus.worker.board import State
 from commandbus.worker.board_writer import BoardWriter
 from commandbus.worker.breakers import WorkerBreakers
-from commandbus.worker.chunk_gathering import ChunkGathering, may_join
+from commandbus.worker.chunk_gathering import ChunkGathering
 from commandbus.worker.chunk_runner import ChunkRunner
 from commandbus.worker.claim_pause import ClaimPause
 from commandbus.worker.deadlines.fencer import Fencer
@@ -318,7 +318,7 @@ class Dispatcher:
                 continue  # `push_alone`, when it is its turn
             elif handler is not None and handler.options.limits:
                 limited.append(attempt)
-            elif handler is not None and handler.many is not None and may_join(attempt):
+            elif handler is not None and handler.many is not None and self.chunks.takes(attempt):
                 chunked.append(attempt)
             elif handler is not None and handler.is_async and not self._isolation.wants(attempt):
                 asynchronous.append(attempt)
