@@ -27,7 +27,7 @@ import pytest
 from psycopg import sql
 
 from commandbus.db.embedded import EmbeddedPostgres
-from support import running
+from support import cpu_report, running
 from support.access import let_roles_in, passfile_of, plain_address
 from support.databases import Databases
 
@@ -82,11 +82,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> running.OneB
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     running.list_failures(terminalreporter)
+    cpu_report.show(terminalreporter, running.run_folder(terminalreporter.config))
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    with running.in_company(item), running.no_longer_than(item):
+    measured = cpu_report.measured(item, running.run_folder(item.config))
+    with running.in_company(item), running.no_longer_than(item), measured:
         return (yield)
 
 
