@@ -83,6 +83,7 @@ PRINTED = {
         r"the worker goes on: next\.png resized",
     ],
     "keys": [r"at most 2 of tenant a at once; booked in order: \[0, 1, 2, 3, 4\]"],
+    "middleware": [r"bill in trace 4711", r"ship in trace 4711"],
     "limit": [r"12 pages were read with 8 slots, at most 2 at once", r"charged attempts: \{1\}"],
     "replies": [r"30 EUR: SUCCESS \{'left': 70\}", r"300 EUR: FAILED None, because of NO_FUNDS"],
     "retry_policy": [

@@ -361,6 +361,14 @@ class WorkerRuntime:
         self.dispatcher.start()
         if not self._start_lifespans():
             return False
+        try:
+            self._start_threads()
+        except BaseException:  # the system has no thread left, for example
+            self._lifespans.stop(LIFESPANS_SECONDS)
+            raise
+        return True
+
+    def _start_threads(self) -> None:
         if self._board_writer is not None:
             self._board_writer.start()
         self._isolation.start()
@@ -374,7 +382,6 @@ class WorkerRuntime:
         self.ladder.start()
         self._spec.health.watch_threads(self._look_at_threads)
         self._claimer.start()
-        return True
 
     def _start_lifespans(self) -> bool:
         if not self._lifespans.is_empty and self._spec.supervision is not None:
