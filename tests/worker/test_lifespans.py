@@ -227,7 +227,9 @@ def test_a_failing_start_on_the_new_loop_ends_the_worker(
         worker.stop()
 
 
-def test_on_the_loop_of_the_application(bus: CommandBus, database: str, handlers: HandlerRegistry) -> None:
+def test_on_the_loop_of_the_application(
+    bus: CommandBus, database: str, handlers: HandlerRegistry, gate: threading.Event
+) -> None:
     did: list[Any] = []
     here = asyncio.new_event_loop()
 
@@ -237,11 +239,28 @@ def test_on_the_loop_of_the_application(bus: CommandBus, database: str, handlers
         yield
         did.append(asyncio.get_running_loop() is here)
 
-    handlers.register("orders", "ship", lambda ctx: None)
+    @handlers.handler("orders", "block", timeout=0.3)
+    async def block(command: Any, ctx: Any) -> None:
+        gate.wait(60)  # blocks the loop, until the attempt is given up
+
+    def release() -> None:
+        until(lambda: bus.get_attempts("orders", "b").items)
+        gate.set()
+
+    @handlers.handler("orders", "ship")
+    async def ship(command: Any, ctx: Any) -> str:
+        return "shipped"
 
     async def run() -> None:
-        async with AsyncWorker(handlers, on_callers_loop=True, settings=quick_settings(database)):
+        settings = quick_settings(database, cancel_grace=0.2)
+        async with AsyncWorker(handlers, on_callers_loop=True, settings=settings):
             assert did == [True]
+            threading.Thread(target=release).start()
+            blocked = await asyncio.to_thread(bus.send, "orders", "block", command_id="b", max_attempts=1)
+            await asyncio.to_thread(bus.wait_all, [blocked])
+            sent = await asyncio.to_thread(bus.send, "orders", "ship")
+            assert await asyncio.to_thread(sent.wait) == "shipped"
+            assert did == [True], "the loop is the same"
 
     with closing(here):
         here.run_until_complete(run())

@@ -144,7 +144,7 @@ class AsyncSlots:
             return
         try:
             fresh = self._make_loop()
-            fresh.prepare = self._renew
+            fresh.prepare = None if fresh.is_callers else self._renew  # the application's loop is the same one
             fresh.start()
         except (RuntimeError, OSError) as error:
             if not self._loop.is_missed:

@@ -34,6 +34,7 @@ logger = safe_logger("commandbus.worker")
 
 BREATH = 64  # attempts that a slot runs before it lets the loop breathe, if its handlers never await
 BEAT_SECONDS = 0.25
+PREPARE_SECONDS = 60.0  # a new loop that is not ready after that never will be, and nothing runs meanwhile
 
 
 class AsyncSlot:
@@ -201,7 +202,8 @@ class SlotLoop:
     async def _prepare(self) -> None:
         try:
             if self.prepare is not None:
-                await self.prepare()
+                async with asyncio.timeout(PREPARE_SECONDS):
+                    await self.prepare()
         except Exception as error:  # noqa: BLE001 - without it, no attempt can run here
             self.lane.on_failed(error)
         else:
