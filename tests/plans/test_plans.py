@@ -14,7 +14,7 @@ from commandbus.flow.commands.claim import Claim, claim, next_due
 from commandbus.flow.commands.expire import BEGINNING, due_to_expire, expire
 from commandbus.flow.commands.history import list_stuck
 from commandbus.flow.commands.inspect import CommandQuery, list_tsq, query_commands
-from commandbus.flow.commands.operate import cancel, operator_action
+from commandbus.flow.commands.operate import cancel, operator_action, set_priority
 from commandbus.flow.commands.renew import pending_cancels, renew
 from commandbus.flow.commands.send import prepare
 from commandbus.flow.commands.send_unique import send_unique
@@ -22,6 +22,7 @@ from commandbus.flow.commands.settle import settle
 from commandbus.flow.keys.release import LineKey, release
 from commandbus.model.command import CommandStatus, NewCommand
 from commandbus.model.outcome import Failure, Judgement, Verdict
+from commandbus.model.priority import HIGH, LOW
 from commandbus.model.unique_key import OnConflict, UniqueRule
 from commandbus.worker.execution.attempt import Attempt
 
@@ -98,6 +99,32 @@ def test_the_cursor_passes_over_what_a_long_transaction_keeps(conn: Conn, generi
         check_direct(plans[name], "shadow", batch=50)
     assert plans["from the cursor"].buffers < 30 * 50, plans
     assert plans["from the cursor"].buffers < plans["from the beginning"].buffers / 3, plans
+
+
+@pytest.mark.parametrize("band", [HIGH, LOW])
+def test_claim_of_another_priority(conn: Conn, generic: bool, band: int) -> None:
+    """It visits only its own band, and the claim of normal ones looks at one entry of it. Statistics that know
+    nothing of the band yet would choose a bitmap, which a session that goes by keys does not."""
+    conn.execute("SET LOCAL enable_bitmapscan = off")
+    shift = "- interval '8766000 hours'" if band == HIGH else "+ interval '8766000 hours'"
+    conn.execute(f"UPDATE pgmq.q_backlog__commands SET vt = vt {shift} WHERE msg_id % 50 = 0".encode())
+    statement = first_statement(
+        claim(domain="backlog", worker="w", n=BATCH, lease_seconds=30, cursor=None, band=band)
+    )
+    plan = explain(conn, statement, generic=generic)
+    assert plan.rows == BATCH
+    check_direct(plan, "backlog")
+    normal = run(conn, claim(domain="backlog", worker="w", n=5, lease_seconds=30, cursor=None))
+    assert normal.others == (1 if band == HIGH else 2)
+
+
+def test_set_priority(conn: Conn, generic: bool) -> None:
+    waiting = conn.execute("SELECT command_id FROM commandbus.command WHERE domain = 'backlog' LIMIT 1").fetchone()
+    assert waiting is not None
+    statement = first_statement(set_priority("backlog", waiting[0], "high", operator_action("ann")))
+    plan = explain(conn, statement, generic=generic)
+    assert plan.rows == 1
+    check_direct(plan, "backlog", batch=1)
 
 
 def test_next_due(conn: Conn, generic: bool) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
 from functools import partial
 from typing import Any
 
@@ -12,7 +13,8 @@ import psycopg
 import pytest
 
 from commandbus import CommandBus, HandlerRegistry, Limit, NewCommand, Saga, Snooze, Worker, step
-from commandbus.worker.claim_cursors import LOW_SHARE, DomainCursors
+from commandbus.flow.commands.claim import MILLENNIUM, Claim
+from commandbus.worker.claim_cursors import LOW_SHARE, MARGIN, DomainCursors
 from support.waiting import one, statuses, until, until_settled
 from support.workers import quick_settings
 
@@ -74,6 +76,25 @@ def test_the_share_is_kept_over_small_claims() -> None:
     assert sum(domain.low_share(1) for _ in range(1000)) in (99, 100)
     domain.low.may_have_some = False
     assert sum(domain.low_share(8) for _ in range(1000)) == 0
+
+
+def test_an_empty_claim_moves_the_cursor_of_its_band() -> None:
+    """Else every look at the band would walk over what an open transaction keeps there."""
+    domain, now = DomainCursors("orders", is_routed=False), datetime.now(UTC)
+    empty, later = Claim([], [], False, None, None), now + timedelta(seconds=1)
+    domain.high.advance(empty, domain.claimed_at)
+    assert domain.high.cursor is None
+    domain.advance(Claim([()], [], True, now, now))
+    domain.high.advance(empty, domain.claimed_at)
+    assert domain.high.cursor == now - MARGIN
+    domain.high.advance(Claim([()], [], True, later, later), domain.claimed_at)
+    domain.high.advance(empty, domain.claimed_at)
+    assert domain.high.cursor == later
+    domain.start_over()
+    assert (domain.high.cursor, domain.high.may_have_some) == (None, True)
+    domain.step_back(str((now - MILLENNIUM).timestamp()))
+    domain.step_back("-Infinity")
+    assert domain.low.cursor is None
 
 
 @pytest.mark.parametrize("priority", ["high", "low"])

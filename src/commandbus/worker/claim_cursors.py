@@ -38,9 +38,14 @@ class Band:
         """Look from the beginning."""
         self.cursor, self.may_have_some = None, True
 
-    def advance(self, found: Claim) -> None:
-        """Begin the next claim where this one ended."""
-        self.cursor = _end_of(found, self.cursor)
+    def advance(self, found: Claim, before: datetime | None) -> None:
+        """Begin the next claim where this one ended. If it found nothing, its own time is unknown, but that of an
+        earlier claim of the domain (`before`) is not. Without it every look at this band would begin at the
+        beginning, and walk over what an open transaction keeps."""
+        known = self.cursor
+        if before is not None:
+            known = max(known or EARLY, before - MARGIN)
+        self.cursor = _end_of(found, known)
         self.may_have_some = found.full
 
     def step_back(self, due: datetime) -> None:
@@ -59,6 +64,9 @@ class DomainCursors:
         self.takes_first = False  # does `_take` come first in this round?
         self.cursor: datetime | None = None
         self.high, self.low = Band(HIGH), Band(LOW)
+        self.claimed_at: datetime | None = (
+            None  # the server's time of the last claim of normal ones that found some
+        )
         self.low_credit = 0.0  # the part of their share that low ones have not had yet
         self.swept_at = 0.0
         self.sweep_seconds = SWEEP_SECONDS
@@ -122,6 +130,7 @@ class DomainCursors:
         A sender's vt is taken a moment before its commit. The margin leaves room for such messages.
         """
         self.cursor = _end_of(found, self.cursor)
+        self.claimed_at = found.claimed_at or self.claimed_at
 
     def step_back(self, payload: str) -> None:
         """A notification speaks of a message that may be older than the cursor: its vt, or 0 for "anywhere"."""

@@ -119,6 +119,7 @@ class Claimer(DatabaseService):
         self._announced_until = 0.0
         self._busy_since: float | None = None
         self._pacing = ClaimPacing()
+        self._asking_seconds = 0.0  # how long all claims have taken
 
     def end(self) -> None:
         """Claim nothing more; the thread goes on listening for cancels."""
@@ -204,12 +205,16 @@ class Claimer(DatabaseService):
         if sweeps:
             domain.start_over()
             domain.swept_at = now
+        before = self._asking_seconds
         got = self._claim_band(domain, domain.high, n)
         share = domain.low_share(n - got)
         if got + share < n:
-            got += self._claim_normal(domain, n - got - share, sweeps=sweeps)
+            got += self._claim_normal(domain, n - got - share)
             got += self._claim_band(domain, domain.high, n)
-        return got + self._claim_band(domain, domain.low, max(n - got, share))
+        got += self._claim_band(domain, domain.low, max(n - got, share))
+        if sweeps:
+            domain.note_sweep(self._asking_seconds - before - self._pacing.claim_seconds)
+        return got
 
     def _claim_band(self, domain: DomainCursors, band: Band, n: int) -> int:
         """Claim commands of high or low priority, if there may be some."""
@@ -217,7 +222,7 @@ class Claimer(DatabaseService):
             return 0
         claimed_at = boottime()
         found = self._ask(domain, n, band.cursor, OURS if self._is_picky(domain) else EVERY, band.number)
-        band.advance(found)
+        band.advance(found, domain.claimed_at)
         are_first = band.number == HIGH
         if found.odd:
             self._deliver_odd(domain, found, claimed_at, are_first=are_first)
@@ -228,12 +233,10 @@ class Claimer(DatabaseService):
     def _is_picky(self, domain: DomainCursors) -> bool:
         return domain.is_flooded or self._adopter.is_busy
 
-    def _claim_normal(self, domain: DomainCursors, n: int, *, sweeps: bool) -> int:
-        now, claimed_at = monotonic(), boottime()
+    def _claim_normal(self, domain: DomainCursors, n: int) -> int:
+        claimed_at = boottime()
         n = min(n * domain.slotless, LARGEST_CLAIM)
         found = self._ask(domain, n, domain.cursor, OURS if self._is_picky(domain) else EVERY)
-        if sweeps:
-            domain.note_sweep(monotonic() - now - self._pacing.claim_seconds)
         domain.advance(found)
         domain.note_others(found.others)
         slotted = len(found.ready)
@@ -281,12 +284,15 @@ class Claimer(DatabaseService):
             high_cursor=domain.high.cursor,
             low_cursor=domain.low.cursor,
         )
+        began = monotonic()
         try:
             return self._connection.run(asked)
         except UnreplicatedError as error:
             why = "a failover may lose its claim"
             self._dispatcher.return_unstarted(domain.name, error.result.ready, claimed_at, why)
             raise
+        finally:
+            self._asking_seconds += monotonic() - began
 
     def _return_unheard(self) -> None:
         """Give back what a claim took whose answer was lost. Its session may be at it only now: a server that was
