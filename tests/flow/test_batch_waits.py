@@ -93,7 +93,7 @@ def test_the_line_of_a_limit_counts(orders: Bus, db: Db) -> None:
     assert eta(orders) == pytest.approx(7.5)
     db.execute("UPDATE commandbus.limits SET step = 1, until = now() + interval '100 s'")
     assert eta(orders) == pytest.approx(107.5, rel=0.02), "first what is left of its back-off"
-    db.execute("UPDATE commandbus.limits SET is_open = true, open_until = now() + interval '200 s'")
+    db.execute("UPDATE commandbus.limits SET breaker_open = true, open_until = now() + interval '200 s'")
     assert eta(orders) == pytest.approx(207.5, rel=0.02)
     orders.open_breaker(limit="docai")
     assert eta(orders) is None, "a person has to close it"
