@@ -7,6 +7,7 @@ only after the attempt is not known here: a limit may waive a failed call, and a
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 from psycopg import errors as pg
 from psycopg_pool import PoolTimeout
@@ -46,6 +47,13 @@ CANCELLATIONS = (
     pg.AdminShutdown,
 )
 """What a handler raises when it gives in: to us, or because we canceled its query."""
+_CODES: tuple[tuple[type[BaseException], str], ...] = (
+    (pg.LockNotAvailable, "LOCK_TIMEOUT"),
+    (pg.IdleInTransactionSessionTimeout, "IDLE_IN_TRANSACTION"),
+    (pg.AdminShutdown, "ADMIN_SHUTDOWN"),
+    (DeadlineExceededError, "TIMEOUT"),
+)
+"""What the executor writes for these (`Executor._explain`)."""
 _STOP_CODES = {Why.DEADLINE: "TIMEOUT", Why.CANCEL: "CANCELED"}
 
 
@@ -69,7 +77,10 @@ def foresee(attempt: Attempt, error: BaseException | None, default: RetryPolicy)
     if isinstance(error, BusinessRuleException | PermanentCommandError | UnknownCommandTypeError):
         return _after(attempt, judge_failure(error, charge=attempt.charge, policy=policy, max_attempts=None))
     timeouts = (pg.QueryCanceled, pg.LockNotAvailable, DeadlineExceededError)
-    is_timeout = isinstance(error, timeouts) and "could not obtain lock" not in failure.error
+    is_nowait = "could not obtain lock" in failure.error
+    is_timeout = isinstance(error, timeouts) and not is_nowait
+    code = next((code for kind, code in _CODES if isinstance(error, kind) and not is_nowait), failure.error_code)
+    failure = replace(failure, error_code=code)
     return _judged(attempt, failure, policy, is_timeout=is_timeout, ruling=rule_on(policy, error))
 
 
