@@ -19,7 +19,9 @@ from commandbus.flow.commands.renew import pending_cancels, renew
 from commandbus.flow.commands.send import prepare
 from commandbus.flow.commands.send_unique import send_unique
 from commandbus.flow.commands.settle import settle
-from commandbus.flow.keys.release import LineKey, release
+from commandbus.flow.keys.operate import list_lines
+from commandbus.flow.keys.positions import positions
+from commandbus.flow.keys.release import KEYS, LineKey, ended, find_new, release
 from commandbus.model.command import CommandStatus, NewCommand
 from commandbus.model.outcome import Failure, Judgement, Verdict
 from commandbus.model.priority import HIGH, LOW
@@ -327,6 +329,19 @@ def test_release_of_keys(conn: Conn, generic: bool) -> None:
         assert plan.visited(relation) <= 10 * 3 * len(keys), plan
     released = conn.execute("SELECT count(*) FROM commandbus.keyed WHERE state = 'RELEASED'").fetchone()
     assert released == (3 * len(keys),)
+    conn.execute("UPDATE commandbus.keyed SET state = 'NEW' WHERE state = 'WAITING' AND command % 3 = 0")
+    last = conn.execute("SELECT max(command) FROM commandbus.keyed").fetchone()
+    assert last is not None
+    looks = {
+        "find_new": (find_new("backlog").steps, 110 * KEYS),
+        "ended": (ended("backlog", None).steps, 2000),
+        "show": (list_lines("backlog", "tenant", keys=None, limit=50).steps, 1001 * 120 + 2000),
+        "position": (positions([last[0]]), 110_000),
+    }
+    for name, (steps, most) in looks.items():
+        plan = explain(conn, next(steps), generic=generic)
+        assert plan.kinds("keyed") <= DIRECT, (name, plan)
+        assert plan.visited("keyed") <= most, (name, plan)
 
 
 @ANALYSED

@@ -156,3 +156,23 @@ def test_a_place_that_nobody_freed_is_found(
     start_worker(handlers)
     until_settled(db)
     assert ran == [1, 2]
+
+
+def test_priorities_stay_with_commands_in_line(
+    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker
+) -> None:
+    """A line goes by numbers; between lines, high goes before low."""
+    ran = keep_order(handlers)
+    start_worker(handlers)
+    bus.key_limits.override("orders", "account", None, concurrency=0, until="1h")
+    sent = [
+        bus.send("orders", "book", {"account": 1, "n": n}, priority=priority)
+        for n, priority in enumerate(("low", "high", "normal"))
+    ]
+    for receipt in sent:
+        record = bus.get_command("orders", receipt.command_id)
+        assert record is not None
+        assert (record.waiting_for, record.visible_at) == ("key", None)
+    bus.key_limits.override("orders", "account", "1", concurrency=1, until="1h")
+    until_settled(db)
+    assert ran == [0, 1, 2]

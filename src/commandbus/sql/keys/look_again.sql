@@ -16,7 +16,8 @@ WITH RECURSIVE head AS (
 ), marked AS (
     UPDATE commandbus.keyed SET state = 'NEW'
      WHERE command = ANY (ARRAY(SELECT k.command FROM commandbus.keyed k
-                                 WHERE k.command = ANY (ARRAY(SELECT command FROM head)) AND k.state = 'WAITING'
+                                 WHERE k.command = ANY (ARRAY(SELECT command FROM head))
+                                   AND CASE WHEN k.state = 'WAITING' THEN true ELSE false END
                                    FOR UPDATE SKIP LOCKED))
 )
 SELECT pg_catalog.pg_notify(%(channel)s, %(domain)s)
