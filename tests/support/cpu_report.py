@@ -46,9 +46,7 @@ def show(reporter: Any, folder: Path) -> None:
             by_function[name.partition("[")[0]] += seconds
     reporter.section("CPU time")
     reporter.line(f"{sum(by_function.values()):8.1f} s  tests, and processes that they waited for")
-    reporter.line(
-        f"{sum(map(_of_server, folder.glob('server/*/data/postmaster.pid'))):8.1f} s  the run's PostgreSQL"
-    )
+    reporter.line(f"{sum(map(_of_server, folder.glob('server/*/postmaster.pid'))):8.1f} s  the run's PostgreSQL")
     for name, seconds in by_function.most_common(MOST_SHOWN):
         reporter.line(f"{seconds:8.1f} s  {name}")
 
