@@ -78,6 +78,7 @@ def test_kill_9_of_a_worker_is_settled_within_a_second_and_its_attempts_are_susp
     assert one(db, "SELECT count(*) FROM commandbus.attempt WHERE verdict NOT IN ('WAIVED', 'GIVEN_BACK')") == 0
     dead = one(db, "SELECT state FROM commandbus.worker WHERE pid = %s", pid)
     assert dead == "STOPPED"
+    assert one(db, "SELECT died_at IS NOT NULL FROM commandbus.worker WHERE pid = %s", pid)  # for effects
 
 
 def test_a_crash_names_its_thread_and_bystanders_are_not_charged(
