@@ -424,6 +424,36 @@ def test_the_message_of_a_nested_process_that_is_given_up_undoes_the_parent(lab:
         lab.bus.retry_process(P, "p/in")
 
 
+class Stubborn(Saga):
+    """A saga whose code cannot undo it, until somebody repairs it."""
+
+    is_broken = True
+
+    def compensation(self, step: str, state: dict[str, Any]) -> Any:
+        if self.is_broken:
+            raise PermanentCommandError("not written yet")
+        return super().compensation(step, state)
+
+
+def test_an_undoing_that_is_given_up_can_be_asked_for_again(lab: Lab, database: str) -> None:
+    inner = Stubborn("stubborn", step("charge", "orders", undo="refund"))
+    outer = Saga("o", nested("in", inner), step("ship", "orders"))
+    for saga in (inner, outer):
+        lab.handlers.register_process(saga)
+    lab.world.fails["ship"] = BusinessRuleException("no ship")
+    with working(lab, database):
+        lab.bus.start_process(outer, {}, process_id="p")
+        (trouble,) = until(lambda: (found := lab.bus.get_process(P, "p/in")) and found.troubles)
+        assert "the undoing of the nested process 'p/in'" in str(lab.process("p").waits_for)
+        TroubleshootingQueue(lab.bus).operator_cancel(P, trouble["command_id"], operator="ann")
+        assert lab.until("p", "FAILED").failure["code"] == "MESSAGE_ENDED"  # type: ignore[index]
+        inner.is_broken = False
+        lab.bus.retry_process(P, "p", operator="ann")
+        lab.until("p", "COMPENSATED")
+    assert lab.process("p/in").status == "COMPENSATED"
+    assert lab.world.did == ["charge", "ship", "refund"]
+
+
 def test_a_process_that_nests_itself_ends_in_the_troubleshooting_queue(lab: Lab, worker: Worker) -> None:
     lab.bus.start_process(ENDLESS, {}, process_id="p")
     deep = "p" + "/again" * 10

@@ -216,7 +216,7 @@ def test_processes_that_wait(machine: type[Processes]) -> None:
     for name in ("unfinished", "not_retried", "completes"):
         setattr(waiting, name, getattr(WaitingProcesses, name))
     chosen = settings(
-        max_examples=examples(10, thorough=300),
+        max_examples=examples(8, thorough=300),
         stateful_step_count=50,
         deadline=None,
         derandomize=True,
