@@ -5,8 +5,8 @@ polls: the claimer's next delivery fills a chunk, and one thread sleeps until th
 
 The commands wait here leased and renewed. They hold no slot, but a chunk that is due soon reserves one. `rows`
 tells the claimer how many commands to claim for its free slots: with chunks a slot takes many. The claimer cannot
-choose types, so it learns from each delivery how many slots a row takes (`_Mix`). A domain whose handlers are all
-chunk handlers needs no learning.
+choose types, so it learns from each delivery how many slots a row takes (`_Mix`). It begins with chunks if all
+handlers of a domain are chunk handlers. Commands that run by themselves there take a slot each.
 
 Threads: the claimer calls `add`, `rows`, `slots_for`, `reserved` and `wants_more`. Any thread may call `take_back`
 and `flush`.
@@ -224,21 +224,18 @@ class _Mix:
     """How many slots a claimed row of a domain takes: 1 for a single command, 1/100 for a member of a chunk of
     100."""
 
-    def __init__(self, slots_per_row: float, *, is_known: bool) -> None:
+    def __init__(self, slots_per_row: float, trusted: int) -> None:
         self.slots_per_row = slots_per_row
-        self.trusted = 0
-        self._is_known = is_known
+        self.trusted = trusted  # how many rows may be claimed for fewer slots
 
     def rows(self, room: int) -> int:
         """How many rows to claim for so many slots. What a few rows have shown is not trusted with hundreds."""
-        wanted = int(room / self.slots_per_row)
-        return wanted if self._is_known else min(wanted, max(room, self.trusted))
+        return min(int(room / self.slots_per_row), max(room, self.trusted))
 
     def note(self, rows: int, slots: float) -> None:
         """More slots per row count at once, fewer by and by."""
-        if not self._is_known:
-            found = min(1.0, slots / rows)
-            self.slots_per_row = max(found, (self.slots_per_row + found) / 2)
+        found = min(1.0, slots / rows)
+        self.slots_per_row = max(found, (self.slots_per_row + found) / 2)
 
 
 def _mixes(handlers: WrappedHandlers) -> dict[str, _Mix]:
@@ -248,6 +245,6 @@ def _mixes(handlers: WrappedHandlers) -> dict[str, _Mix]:
         own: list[Handler] = [handler for handler in handlers if handler.domain == domain]
         sizes = [handler.options.chunk.size for handler in own if handler.options.chunk is not None]
         if sizes:
-            is_known = len(sizes) == len(own)
-            mixes[domain] = _Mix(1 / min(sizes) if is_known else 1.0, is_known=is_known)
+            is_pure = len(sizes) == len(own)
+            mixes[domain] = _Mix(1 / min(sizes), trusted=PREFETCHED) if is_pure else _Mix(1.0, trusted=0)
     return mixes
