@@ -32,6 +32,7 @@ from commandbus.flow.batches.operate import leftovers
 from commandbus.flow.breakers.breaker import Bad, advance, judge, report, watch
 from commandbus.flow.commands.claim import announce, withdraw
 from commandbus.flow.commands.claimed_row import Fence
+from commandbus.flow.commands.operate import operator_action, set_priority
 from commandbus.flow.commands.prune import ASIDES, prune_excess
 from commandbus.flow.commands.renew import pending_cancels
 from commandbus.flow.commands.unpark import unkept
@@ -91,12 +92,14 @@ def _sending(bus: Bus) -> list[Callable[[], Any]]:
         lambda: bus.send("orders", "Ship", unique="key"),
         lambda: bus.send("orders", "Ship", unique="key", on_conflict="replace"),
         lambda: bus.send("orders", "Ship", key_limit="tenant", key="17"),
+        lambda: bus.send("orders", "Ship", priority="low"),
         lambda: bus.send_many("orders", [NewCommand("Ship"), NewCommand("Ship", command_id="two")]),
     ]
 
 
 def _operating(bus: Bus) -> list[Callable[[], Any]]:
     return [
+        lambda: bus.run(set_priority("orders", "waiting", "high", operator_action("ann"))),
         lambda: bus.cancel("orders", "running"),
         lambda: bus.cancel("orders", "waiting"),
         lambda: bus.tsq.operator_retry("orders", "t1"),
