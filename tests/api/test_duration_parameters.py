@@ -77,7 +77,17 @@ NOT_ONE = {
     "StepSleep(until)": "an instant",
 }
 RECORDS = {
-    *("BatchRecord", "BreakerInfo", "CommandRecord", "DomainStatus", "Estimate", "Hold", "KeyLine", "LimitInfo"),
+    *(
+        "AttemptOutcome",
+        "BatchRecord",
+        "BreakerInfo",
+        "CommandRecord",
+        "DomainStatus",
+        "Estimate",
+        "Hold",
+        "KeyLine",
+        "LimitInfo",
+    ),
     *("ScheduleRecord", "UnhandledType", "WorkerInfo"),
 }
 """Made by us: what comes out is seconds, or an instant."""

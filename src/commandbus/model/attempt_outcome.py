@@ -25,16 +25,16 @@ class AttemptOutcome:
         """Will the command be tried again without a person?"""
         return self.status is CommandStatus.PENDING
 
-    @classmethod
-    def after(cls, judgement: Judgement) -> AttemptOutcome:
-        """The outcome that a judgement means."""
-        status = STATUS_AFTER.get(judgement.verdict, CommandStatus.PENDING)
-        return cls(status, str(judgement.verdict), judgement.delay_seconds, judgement.failure.error_code)
 
-    @classmethod
-    def again(cls, verdict: Verdict, error_code: str | None, delay_seconds: float = 0.0) -> AttemptOutcome:
-        """It will be tried again, and is not charged."""
-        return cls(CommandStatus.PENDING, str(verdict), delay_seconds, error_code)
+def after(judgement: Judgement) -> AttemptOutcome:
+    """The outcome that a judgement means."""
+    status = STATUS_AFTER.get(judgement.verdict, CommandStatus.PENDING)
+    return AttemptOutcome(status, str(judgement.verdict), judgement.delay_seconds, judgement.failure.error_code)
+
+
+def tried_again(verdict: Verdict, error_code: str | None, delay_seconds: float = 0.0) -> AttemptOutcome:
+    """It will be tried again, and is not charged."""
+    return AttemptOutcome(CommandStatus.PENDING, str(verdict), delay_seconds, error_code)
 
 
 COMPLETED = AttemptOutcome(CommandStatus.COMPLETED, "COMPLETED")

@@ -21,6 +21,7 @@ from commandbus.errors import (
     PermanentCommandError,
     UnknownCommandTypeError,
 )
+from commandbus.model import attempt_outcome
 from commandbus.model.api_errors import api_failure
 from commandbus.model.attempt_outcome import COMPLETED, AttemptOutcome
 from commandbus.model.outcome import (
@@ -69,11 +70,11 @@ def foresee(attempt: Attempt, error: BaseException | None, default: RetryPolicy)
     if isinstance(error, Snooze):
         return _snoozed(attempt, error, failure, policy)
     if isinstance(error, AttemptFencedError):
-        return AttemptOutcome.again(Verdict.LOST, failure.error_code)  # another worker has the command
+        return attempt_outcome.tried_again(Verdict.LOST, failure.error_code)  # another worker has the command
     if isinstance(error, LimitLostError | ExhaustedError):
-        return AttemptOutcome.again(Verdict.WAIVED, failure.error_code)
+        return attempt_outcome.tried_again(Verdict.WAIVED, failure.error_code)
     if _is_refused(attempt, error):
-        return AttemptOutcome.again(Verdict.PARKED, failure.error_code)
+        return attempt_outcome.tried_again(Verdict.PARKED, failure.error_code)
     if isinstance(error, BusinessRuleException | PermanentCommandError | UnknownCommandTypeError):
         return _after(attempt, judge_failure(error, charge=attempt.charge, policy=policy, max_attempts=None))
     timeouts = (pg.QueryCanceled, pg.LockNotAvailable, DeadlineExceededError)
@@ -91,7 +92,7 @@ def _stopped(attempt: Attempt, stop: Stop, failure: Failure, policy: RetryPolicy
         return _after(attempt, Judgement(Verdict.CANCELED, told))
     if stop.why is Why.DEADLINE:
         return _judged(attempt, told, policy, is_timeout=True)
-    return AttemptOutcome.again(Verdict.WAIVED, code)
+    return attempt_outcome.tried_again(Verdict.WAIVED, code)
 
 
 def _snoozed(attempt: Attempt, snooze: Snooze, failure: Failure, policy: RetryPolicy) -> AttemptOutcome:
@@ -99,7 +100,7 @@ def _snoozed(attempt: Attempt, snooze: Snooze, failure: Failure, policy: RetryPo
     snoozes, since = options.snoozes or 0, options.snoozed_ago or 0.0
     is_wait = isinstance(snooze, EffectWait)
     if is_wait or may_snooze(policy, snoozes=snoozes, since_seconds=since, delay_seconds=delay):
-        return AttemptOutcome.again(Verdict.SNOOZED, failure.error_code, delay)
+        return attempt_outcome.tried_again(Verdict.SNOOZED, failure.error_code, delay)
     told = Failure(failure.error_type, "SNOOZED_TOO_OFTEN", failure.error)
     return _after(attempt, exhausted(told, attempt.on_exhausted(policy)))
 
@@ -121,7 +122,7 @@ def _judged(
 
 
 def _after(attempt: Attempt, judgement: Judgement) -> AttemptOutcome:
-    return AttemptOutcome.after(insist(judgement, attempt.step, has_open_effect=attempt.has_open_effect))
+    return attempt_outcome.after(insist(judgement, attempt.step, has_open_effect=attempt.has_open_effect))
 
 
 def _is_refused(attempt: Attempt, error: BaseException) -> bool:
