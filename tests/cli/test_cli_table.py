@@ -24,6 +24,7 @@ DOMAIN, TYPE = "invoices", "reconcile_invoice"
 ERROR = "the ledger of customer 4711 has no account for this currency, " * 12
 REPLIES = "replies_of_the_invoice_portal_eu"
 HOLDER = "worker-7f9c6d5b8-x2x9v-4711-5f0c1d6e/0123456789abcdef"
+KEY = "customer-of-the-south-4711"
 PAGE = "\f"
 SHOW_PAGES = f"""
 import json, sys
@@ -120,11 +121,16 @@ SHOWN = {
     "roles": ["roles", "--prefix", "table_of_roles"],
     "schedules list": ["schedules", "list"],
     "schedules show": ["schedules", "show", DOMAIN, TYPE],
+    "keys list": ["keys", "list"],
+    "keys show": ["keys", "show", DOMAIN, "tenant_of_the_south"],
+    "effect list": ["effect", "list"],
+    "handlers": ["handlers", "commandbus.cli.demo.handlers:registry"],
 }
 """Every command that prints a table, and how it is called."""
 FIELDS = ("show", "limits show", "batch show", "process show", "schedules show")  # their fields are one line each
 WITHOUT_TABLE = {
-    *("demo", "migrate", "doctor", "worker", "send", "cancel", "pause", "resume", "prune"),
+    *("demo", "migrate", "doctor", "worker", "console", "send", "cancel", "pause", "resume", "priority", "prune"),
+    *("keys set", "keys override", "keys delete", "effect resolve", "process signal"),
     *("domain create", "queue create", "embedded start", "embedded stop", "embedded status"),
     *("limits set", "limits unset", "limits estimate", "breakers open", "breakers close", "breakers reset"),
     *("tsq cancel", "tsq complete", "tsq retry", "process start", "process cancel", "process retry"),
@@ -171,6 +177,8 @@ def pages(bus, database):
         DOMAIN, TYPE, cron="30 2 * * *", timezone="America/Argentina/Buenos_Aires", operator="anna"
     )
     bus.start_process("settle_invoice", domain=DOMAIN, process_id=ID.format(30))
+    bus.key_limits.set(DOMAIN, "tenant_of_the_south", concurrency=1)
+    bus.send(DOMAIN, TYPE, command_id=ID.format(50), key_limit="tenant_of_the_south", key=KEY)
     bus.pause(DOMAIN, TYPE, operator="anna.schmidt@example.com", reason="wait for the ledger")
     bus.open_breaker(DOMAIN, TYPE, operator="anna.schmidt@example.com", reason=ERROR)
     with psycopg.connect(database) as db:
@@ -207,6 +215,11 @@ def fill(db):
         (ID.format(40), TYPE, ERROR),
     )  # fmt: skip
     db.execute(
+        "INSERT INTO commandbus.effect (command, attempt, name, key, worker, note) "
+        "SELECT id, 1, 'charge_the_card', %s, %s, %s FROM commandbus.command WHERE command_id = %s",
+        (KEY, HOLDER, ERROR, ID.format(0)),
+    )
+    db.execute(
         "UPDATE commandbus.limits SET holders = jsonb_build_object(%s::text, extract(epoch FROM now()) + 100)",
         (HOLDER,),
     )
@@ -242,6 +255,9 @@ def test_every_list_shows_whole_ids_on_a_terminal(pages, bus, room):
         "rejected": ["987654321", DOMAIN],
         "undelivered": ["987654321", REPLIES],
         "domain list": [f"{DOMAIN}__commands"],
+        "keys list": ["tenant_of_the_south"],
+        "keys show": [KEY],
+        "effect list": [ID.format(0)],
     }
     for words, ids in whole.items():
         assert all(id_ in shown[words] for id_ in ids), f"{words}\n{shown[words]}"

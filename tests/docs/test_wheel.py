@@ -25,7 +25,7 @@ from support.running import make_temporary_folder
 
 pytestmark = [pytest.mark.slow, pytest.mark.shared_setup]
 
-KEPT = (".py", ".pyi", ".sql", ".lua", ".typed")
+KEPT = (".py", ".pyi", ".sql", ".lua", ".typed", ".html", ".css", ".js", ".svg")
 
 
 def run(*command: object, folder: Path, timeout: float = 120.0) -> str:

@@ -315,7 +315,7 @@ def test_what_a_claim_took_whose_answer_was_lost_is_given_back_at_once(
     bus.send("orders", "work", command_id="c")
     raw = '{"command_type": "work", "command_id": "raw"}'
     db.execute("SELECT pgmq.send('orders__commands', %s::jsonb)", (raw,))
-    proxy.swallow(b"'held_by'")
+    proxy.swallow(b"vt = pg_catalog.now() + pg_catalog.make_interval(secs")  # the claim of normal priority
     worker = start_worker(handlers, through, visibility_timeout=60.0)
     assert proxy.swallowed.wait(10)
     until(lambda: set(runs) == {"c", "raw"})

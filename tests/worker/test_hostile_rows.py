@@ -234,7 +234,7 @@ def test_what_notifications_say_is_not_remembered_for_ever(
     until(lambda: not runtime._keeper._to_look_at)
     assert (
         len(limit_client._shut)
-        + len(limit_client._said_shut)
+        + len(limit_client._told_blocked)
         + len(limit_client._waker._due)
         + len(limit_client._waker._unreachable)
         <= 4

@@ -34,7 +34,7 @@ def list_(session: CliSession, domain_option: str | None, limit: int, cursor: st
     session.answer(
         page.items,
         lambda: print_table(
-            columns(":id domain type =command_id =effect state :attempt_number??? at?? =key +note?"),
+            columns(":id domain type?? =command_id effect state :attempt_number??? at?? key?? +note?"),
             [(f"#{item.id}", item.domain, item.command_type, item.command_id, item.name, item.state, item.attempt,
               item.begun_at, item.key, item.note) for item in page.items],
             empty="no effect is open",

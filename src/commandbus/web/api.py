@@ -9,6 +9,7 @@ from typing import Annotated
 from fastapi import APIRouter, HTTPException, Query, Request
 from pydantic import BaseModel, Field
 
+from commandbus.bus import AsyncCommandBus
 from commandbus.errors import CommandNotFoundError
 from commandbus.flow.breakers.operate import BreakerInfo
 from commandbus.flow.commands.history import AttemptRecord, StuckAttempt
@@ -62,7 +63,17 @@ class Done(BaseModel):
 
 def api_routes(console: Console) -> APIRouter:
     """The routes of the API."""
-    router, bus = APIRouter(prefix="/api"), console.reading
+    router = APIRouter(prefix="/api")
+    _add_fleet(router, console)
+    _add_commands(router, console.reading)
+    _add_controls(router, console.reading)
+    _add_groups(router, console.reading)
+    _add_actions(router, console)
+    return router
+
+
+def _add_fleet(router: APIRouter, console: Console) -> None:
+    bus = console.reading
 
     @router.get("/concerns")
     async def list_concerns() -> list[ConcernOut]:
@@ -84,6 +95,8 @@ def api_routes(console: Console) -> APIRouter:
         """All workers in the registry."""
         return (await bus.workers()).items
 
+
+def _add_commands(router: APIRouter, bus: AsyncCommandBus) -> None:
     @router.get("/commands")
     async def commands(
         search: Annotated[str, Query(max_length=1000)] = "", limit: Limit = 50, cursor: Cursor = None
@@ -119,6 +132,15 @@ def api_routes(console: Console) -> APIRouter:
         """Attempts that had to be stopped, newest first."""
         return await bus.list_stuck(limit=limit, cursor=cursor)
 
+    @router.get("/rejected")
+    async def rejected(
+        domain: Domain | None = None, limit: Limit = 50, cursor: Cursor = None
+    ) -> Page[RejectedMessage]:
+        """Messages that were no commands, newest first."""
+        return await bus.rejected(domain, limit=limit, cursor=cursor)
+
+
+def _add_controls(router: APIRouter, bus: AsyncCommandBus) -> None:
     @router.get("/limits")
     async def limits() -> list[LimitInfo]:
         """All limits."""
@@ -134,6 +156,8 @@ def api_routes(console: Console) -> APIRouter:
         """All schedules."""
         return (await bus.schedules.list()).items
 
+
+def _add_groups(router: APIRouter, bus: AsyncCommandBus) -> None:
     @router.get("/batches")
     async def batches(limit: Limit = 50, cursor: Cursor = None) -> Page[BatchRecord]:
         """Batches, newest first."""
@@ -160,13 +184,8 @@ def api_routes(console: Console) -> APIRouter:
             raise CommandNotFoundError(f"no process {id!r} in domain {domain!r}")
         return record
 
-    @router.get("/rejected")
-    async def rejected(
-        domain: Domain | None = None, limit: Limit = 50, cursor: Cursor = None
-    ) -> Page[RejectedMessage]:
-        """Messages that were no commands, newest first."""
-        return await bus.rejected(domain, limit=limit, cursor=cursor)
 
+def _add_actions(router: APIRouter, console: Console) -> None:
     @router.get("/actions")
     async def actions() -> dict[str, list[str]]:
         """Every action, and its fields. A field that ends with `?` may be left out."""
@@ -182,5 +201,3 @@ def api_routes(console: Console) -> APIRouter:
             raise CommandNotFoundError(f"there is no action {name!r}")
         fields = ACTIONS[name].check({**given.fields, "reason": given.reason or ""})
         return Done(done=await ACTIONS[name].run(console.acting, visitor.name, fields))
-
-    return router

@@ -65,7 +65,7 @@ def create_console(settings: Settings, access: Access | None = None, *, connecti
 
 
 def _add_guard(app: FastAPI, console: Console) -> None:
-    """Nobody gets in whom `access` does not know, and every answer has the headers that keep a browser safe."""
+    """Only visitors that `access` knows get in, and every answer has the headers that keep a browser safe."""
 
     @app.middleware("http")
     async def guard(request: Request, call_next: _Next) -> Response:
