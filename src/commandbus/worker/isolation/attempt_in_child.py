@@ -2,7 +2,7 @@
 
     begin → run is sent → messages (begun, lent, returned, progress, extend, hold, release, limits, writes, log)
                         → ended
-                        ↘ kill: dump signal, 0.5 s for the stacks, SIGKILL → dead
+                        ↘ kill: dump signal, 1 s for the stacks, SIGKILL → dead
                         ↘ it dies by itself → dead
 
 The slot's thread calls `attend`: it does what the handler's context asks for, and returns how the attempt ended.
@@ -16,7 +16,6 @@ import itertools
 import logging
 import math
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
@@ -41,11 +40,10 @@ from commandbus.worker.isolation.write_relay import WriteRelay
 
 logger = safe_logger("commandbus.worker")
 
-DUMP_SECONDS: Final = 0.5
+DUMP_SECONDS: Final = 1.0
 HELD_UP_SECONDS: Final = 1.0  # the slot's thread also ends what the process has started, if it gets that far
 DYING_SECONDS: Final = 2.0
 _HANG_UP_SECONDS: Final = 0.5
-_LOOK_SECONDS: Final = 0.005
 _LONGEST_NAME: Final = 200
 _DEEPEST_NAME: Final = 20  # each part of a name is a logger, too
 _MOST_NAMES: Final = 500
@@ -210,7 +208,7 @@ class Child:
             if is_dead:
                 return self._dead()
             if self._killed_at is not None and self._shot_at is None:
-                self._wait_for_dump(self._killed_at + DUMP_SECONDS)
+                self._process.wait_for_dump(self._mark, self._killed_at + DUMP_SECONDS)
                 self._shoot()
             if self._process.channel.is_at_end:
                 self._process.leave_channel()
@@ -254,15 +252,6 @@ class Child:
     def _shoot(self) -> None:
         self._shot_at = self._shot_at or monotonic()
         self._process.kill_with_descendants()
-
-    def _wait_for_dump(self, until: float) -> None:
-        """Until the stacks are all there: they come within a millisecond, if the machine has time for it."""
-        size = self._mark
-        while monotonic() < until and not self._process.is_dead():
-            before, size = size, self._process.mark()
-            if self._mark < before == size:
-                return
-            time.sleep(_LOOK_SECONDS)
 
     def _dead(self) -> Dead:
         exit_code = None

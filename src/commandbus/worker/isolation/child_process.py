@@ -17,6 +17,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
@@ -30,6 +31,7 @@ from commandbus.worker.memory import resident_megabytes
 
 logger = safe_logger("commandbus.worker")
 
+LOOK_SECONDS: Final = 0.005
 MAX_DUMP_BYTES: Final = 64 * 1024
 
 
@@ -149,6 +151,16 @@ class ChildProcess:
     def mark(self) -> int:
         """How much has been written into the memory file."""
         return os.fstat(self._dumps).st_size
+
+    def wait_for_dump(self, mark: int, until: float) -> None:
+        """Wait until the stacks are all there, at most until then. They come within a millisecond, if the machine
+        has time for it. Whole ones have stopped growing, and end with a line."""
+        before = size = mark
+        while monotonic() < until and not self.is_dead():
+            last, before, size = before, size, self.mark()
+            if mark < last == before == size and os.pread(self._dumps, 1, size - 1) == b"\n":
+                return
+            time.sleep(LOOK_SECONDS)
 
     def dump_since(self, mark: int) -> str:
         """What was written into it since."""

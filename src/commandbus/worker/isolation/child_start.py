@@ -10,7 +10,6 @@ No attempt is charged for the time and memory of the import, because none has be
 from __future__ import annotations
 
 import re
-import time
 from typing import Final
 
 from commandbus.clock import monotonic
@@ -23,7 +22,6 @@ from commandbus.worker.isolation.child_process import ChildProcess
 from commandbus.worker.isolation.child_setup import DUMP_SIGNAL
 
 _HANG_UP_SECONDS: Final = 0.5
-_LOOK_SECONDS: Final = 0.005
 _LAST_LINES: Final = 20
 _FRAME: Final = re.compile(r'File "(?P<file>[^"]*)", line (?P<line>\d+)')
 
@@ -68,14 +66,9 @@ def place_of(process: ChildProcess) -> str:
     """Where a process is at this moment in its import, in brackets; nothing if it does not tell."""
     if process.importer is None:  # the signal would end it
         return ""
-    before = size = process.mark()
-    until = monotonic() + DUMP_SECONDS
+    before = process.mark()
     process.signal(DUMP_SIGNAL)
-    while monotonic() < until and not process.is_dead():
-        last, size = size, process.mark()
-        if before < last == size:
-            break
-        time.sleep(_LOOK_SECONDS)
+    process.wait_for_dump(before, monotonic() + DUMP_SECONDS)
     frames = parse_dump(process.dump_since(before)).stacks.get(process.importer, [])
     process.looked_to = process.mark()
     for frame in frames:
