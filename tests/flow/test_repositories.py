@@ -180,7 +180,7 @@ def test_many_events_are_written_together_or_not_at_all(audit: Any, orders: Bus)
         ("completed", None, "told by commandbus itself"),
         ("", None, "event '' is not valid"),
         ("SEEN", [1], "details must be a dict"),
-        ("SEEN", {"what": object()}, "details"),
+        ("SEEN", {"what": object()}, "details is not JSON"),
     ],
 )
 def test_events_that_are_none(audit: Any, orders: Bus, event: str, details: Any, says: str) -> None:

@@ -85,18 +85,18 @@ def _print(documents: list[dict[str, Any]]) -> None:
 
 def _options(each: dict[str, Any]) -> list[str]:
     """What is not as usual, in words."""
-    said = ["async"] if each["is_async"] else []
-    said += ["a process"] if each["is_process"] else []
+    unusual = ["async"] if each["is_async"] else []
+    unusual += ["a process"] if each["is_process"] else []
     if each["transaction"]:
-        said.append("transaction" if each["transaction"] is True else f"transaction ({each['transaction']})")
+        unusual.append("transaction" if each["transaction"] is True else f"transaction ({each['transaction']})")
     if each["timeout"] is not None:
-        said.append(f"timeout {format_seconds(each['timeout'])}" if each["timeout"] else "no deadline")
-    said += ["fails on timeout"] if each["on_timeout"] == "fail" else []
-    said += ["in a child process"] if each["isolation"] == "process" else []
-    said += ["in a fresh thread"] if each["fresh_thread"] else []
-    said += [f"max_attempts {each['max_attempts']}"] if each["max_attempts"] is not None else []
-    said += [f"on_exhausted {each['on_exhausted']}"] if each["on_exhausted"] else []
-    return said + ([f"limits {', '.join(each['limits'])}"] if each["limits"] else [])
+        unusual.append(f"timeout {format_seconds(each['timeout'])}" if each["timeout"] else "no deadline")
+    unusual += ["fails on timeout"] if each["on_timeout"] == "fail" else []
+    unusual += ["in a child process"] if each["isolation"] == "process" else []
+    unusual += ["in a fresh thread"] if each["fresh_thread"] else []
+    unusual += [f"max_attempts {each['max_attempts']}"] if each["max_attempts"] is not None else []
+    unusual += [f"on_exhausted {each['on_exhausted']}"] if each["on_exhausted"] else []
+    return unusual + ([f"limits {', '.join(each['limits'])}"] if each["limits"] else [])
 
 
 COMMANDS = [handlers]
