@@ -1,0 +1,26 @@
+"""The same as JSON, under /api. `/api/openapi.json` describes it."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from fastapi import APIRouter
+
+from commandbus.web.api import actions, commands, controls, fleet, groups
+from commandbus.web.console import Console
+
+_MODULES: Final = (
+    fleet,
+    commands,
+    controls,
+    groups,
+    actions,
+)
+
+
+def api_routes(console: Console) -> APIRouter:
+    """The routes of the API."""
+    router = APIRouter(prefix="/api")
+    for module in _MODULES:
+        module.add_routes(router, console)
+    return router

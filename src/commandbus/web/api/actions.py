@@ -1,0 +1,44 @@
+"""The actions of an operator, as JSON."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, HTTPException, Request
+from pydantic import BaseModel, Field
+
+from commandbus.errors import CommandNotFoundError
+from commandbus.web.access import Visitor
+from commandbus.web.actions import ACTIONS, LONGEST_FIELD
+from commandbus.web.console import Console
+
+
+class ActionIn(BaseModel):
+    """The fields of an action. Which of them it needs, the list of actions says."""
+
+    fields: dict[str, str] = Field(default_factory=dict, max_length=20)
+    reason: str | None = Field(default=None, max_length=LONGEST_FIELD)
+
+
+class Done(BaseModel):
+    """What was done."""
+
+    done: str
+
+
+def add_routes(router: APIRouter, console: Console) -> None:
+    """The routes of this module."""
+
+    @router.get("/actions")
+    async def actions() -> dict[str, list[str]]:
+        """Every action, and its fields. A field that ends with `?` may be left out."""
+        return {name: list(action.fields) for name, action in ACTIONS.items()}
+
+    @router.post("/actions/{name}")
+    async def act(request: Request, name: str, given: ActionIn) -> Done:
+        """Do something, as an operator. The audit trail names the visitor."""
+        visitor: Visitor = request.state.visitor
+        if not visitor.may_act or not console.access.is_ours(request, visitor, request.headers.get("x-mark", "")):
+            raise HTTPException(403, "only an operator may do this, with a token or from a page of the console")
+        if name not in ACTIONS:
+            raise CommandNotFoundError(f"there is no action {name!r}")
+        fields = ACTIONS[name].check({**given.fields, "reason": given.reason or ""})
+        return Done(done=await ACTIONS[name].run(console.acting, visitor.name, fields))

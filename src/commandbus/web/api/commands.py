@@ -1,0 +1,73 @@
+"""Commands, troubleshooting and stuck attempts, as JSON."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Annotated
+
+from fastapi import APIRouter, Query
+from pydantic import BaseModel
+
+from commandbus.errors import CommandNotFoundError
+from commandbus.flow.commands.history import AttemptRecord, StuckAttempt
+from commandbus.flow.commands.inspect import RejectedMessage
+from commandbus.model.command import AuditEntry, CommandRecord, TsqEntry
+from commandbus.model.page import Page
+from commandbus.web.api.parameters import Cursor, Domain, Id, Limit
+from commandbus.web.console import Console
+from commandbus.web.search import read_search
+
+
+class CommandOut(BaseModel):
+    """One command with its history."""
+
+    command: CommandRecord
+    attempts: list[AttemptRecord]
+    audit: list[AuditEntry]
+
+
+def add_routes(router: APIRouter, console: Console) -> None:
+    """The routes of this module."""
+    bus = console.reading
+
+    @router.get("/commands")
+    async def commands(
+        search: Annotated[str, Query(max_length=1000)] = "", limit: Limit = 50, cursor: Cursor = None
+    ) -> Page[CommandRecord]:
+        """A page of commands, newest first. `search` is what the search box takes, without an id alone."""
+        wanted = read_search(search, now=datetime.now(UTC)).query
+        return await bus.query_commands(wanted, limit=limit, cursor=cursor)
+
+    @router.get("/command")
+    async def command(domain: Domain, id: Id) -> CommandOut:  # noqa: A002 - the link's own name
+        """One command with its history."""
+        record = await bus.get_command(domain, id)
+        if record is None:
+            raise CommandNotFoundError(f"no command {id!r} in domain {domain!r}")
+        attempts, trail = await bus.get_attempts(domain, id), await bus.get_audit_trail(domain, id)
+        return CommandOut(command=record, attempts=attempts.items, audit=trail.items)
+
+    @router.get("/troubleshooting")
+    async def troubleshooting(
+        domain: Domain | None = None,
+        command_type: Annotated[str | None, Query(max_length=200)] = None,
+        error_code: Annotated[str | None, Query(max_length=200)] = None,
+        limit: Limit = 50,
+        cursor: Cursor = None,
+    ) -> Page[TsqEntry]:
+        """Commands that need a person, the oldest first."""
+        return await bus.commands.list_in_tsq(
+            domain, command_type, error_code=error_code, limit=limit, cursor=cursor
+        )
+
+    @router.get("/stuck")
+    async def stuck(limit: Limit = 50, cursor: Cursor = None) -> Page[StuckAttempt]:
+        """Attempts that had to be stopped, newest first."""
+        return await bus.list_stuck(limit=limit, cursor=cursor)
+
+    @router.get("/rejected")
+    async def rejected(
+        domain: Domain | None = None, limit: Limit = 50, cursor: Cursor = None
+    ) -> Page[RejectedMessage]:
+        """Messages that were no commands, newest first."""
+        return await bus.rejected(domain, limit=limit, cursor=cursor)

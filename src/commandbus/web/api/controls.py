@@ -1,0 +1,30 @@
+"""Limits, breakers and schedules, as JSON."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+
+from commandbus.flow.breakers.operate import BreakerInfo
+from commandbus.flow.limits.inspect import LimitInfo
+from commandbus.flow.schedules.operate import ScheduleRecord
+from commandbus.web.console import Console
+
+
+def add_routes(router: APIRouter, console: Console) -> None:
+    """The routes of this module."""
+    bus = console.reading
+
+    @router.get("/limits")
+    async def limits() -> list[LimitInfo]:
+        """All limits."""
+        return (await bus.limits()).items
+
+    @router.get("/breakers")
+    async def breakers() -> list[BreakerInfo]:
+        """Breakers of command types and limits."""
+        return (await bus.breakers()).items
+
+    @router.get("/schedules")
+    async def schedules() -> list[ScheduleRecord]:
+        """All schedules."""
+        return (await bus.schedules.list()).items

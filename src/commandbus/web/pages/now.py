@@ -1,0 +1,53 @@
+"""Now: what needs a person, and the state of every domain; live while the page is open."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+from fastapi import Request
+from fastapi.responses import Response, StreamingResponse
+
+from commandbus.web.attention import Fleet, concerns, headline
+from commandbus.web.console import Console
+from commandbus.web.live import TooManyWatchersError
+from commandbus.web.pages.page_route import PageRoutes
+from commandbus.web.rendering import environment
+
+
+def routes(console: Console) -> PageRoutes:
+    """The pages of this module."""
+
+    async def now(request: Request) -> Response:
+        """What needs a person, and the state of every domain."""
+        return console.page(request, "now.html", **_now(await console.fleet()))
+
+    async def events(request: Request) -> Response:
+        """The same, again and again, for the page that is open."""
+        root = str(request.scope.get("root_path", ""))
+        template = environment().get_template("now_live.html")
+
+        async def stream() -> AsyncIterator[str]:
+            try:
+                async for found in console.watched.values():
+                    if isinstance(found, Exception):
+                        yield "event: trouble\ndata: the database does not answer\n\n"
+                    else:
+                        text = template.render(root=root, **_now(found))
+                        yield "".join(f"data: {line}\n" for line in text.splitlines()) + "\n"
+            except TooManyWatchersError:
+                yield "event: trouble\ndata: too many pages are open\n\n"
+            except asyncio.CancelledError:
+                return  # the page was closed
+
+        return StreamingResponse(stream(), media_type="text/event-stream", headers={"Cache-Control": "no-store"})
+
+    return {"/": now, "/now/events": events}
+
+
+def _now(fleet: Fleet) -> dict[str, Any]:
+    found = concerns(fleet)
+    return {"headline": headline(found), "concerns": found, "domains": fleet.domains, "workers": [
+        worker for worker in fleet.workers if worker.state != "STOPPED"
+    ]}  # fmt: skip

@@ -1,0 +1,40 @@
+"""Commands that need a person, and attempts that had to be stopped."""
+
+from __future__ import annotations
+
+from fastapi import Request
+from fastapi.responses import Response
+
+from commandbus.troubleshooting import AsyncTroubleshootingQueue
+from commandbus.web.console import Console
+from commandbus.web.pages.page_route import PageRoutes
+
+
+def routes(console: Console) -> PageRoutes:
+    """The pages of this module."""
+    bus = console.reading
+
+    async def troubleshooting(
+        request: Request,
+        domain: str | None = None,
+        command_type: str | None = None,
+        error_code: str | None = None,
+        cursor: str | None = None,
+    ) -> Response:
+        """Commands that need a person."""
+        given = {"domain": domain, "command_type": command_type, "error_code": error_code}
+        wanted = {name: value for name, value in given.items() if value}
+        queue = AsyncTroubleshootingQueue(bus)
+        page = await queue.list(
+            wanted.get("domain"), wanted.get("command_type"), error_code=wanted.get("error_code"), cursor=cursor
+        )
+        counts = await queue.count_by_type(**wanted)
+        return console.page(
+            request, "troubleshooting.html", page=page, counts=counts, total=sum(counts.values()), wanted=wanted
+        )
+
+    async def stuck(request: Request, cursor: str | None = None) -> Response:
+        """Attempts that had to be stopped."""
+        return console.page(request, "stuck.html", page=await bus.list_stuck(cursor=cursor))
+
+    return {"/troubleshooting": troubleshooting, "/stuck": stuck}
