@@ -153,7 +153,7 @@ _folder = pytest.StashKey[Path]()
 
 # Tests of the first folders start processes and wait for them, those of the last ones keep a processor busy.
 _FOLDERS = (
-    *("zoo", "faults", "supervisor", "worker", "limits", "processes", "cli", "db", "docs", "testing"),
+    *("browser", "zoo", "faults", "supervisor", "worker", "limits", "processes", "cli", "db", "docs", "testing"),
     *("lifecycle", "plans", "sql", "flow", "model"),
 )
 

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import json
 import re
-import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from http.client import HTTPConnection
 from typing import Any
 from urllib.parse import urlencode
 
 import pytest
-import uvicorn
 
 from commandbus import CommandBus, Settings
 from commandbus.web.access import Access
 from commandbus.web.app import create_console
-from support.waiting import until
+from support.consoles import served
 
 MARK = re.compile(r'name="mark" value="([0-9a-f]+)"')
 
@@ -73,24 +72,13 @@ Serve = Callable[..., Visit]
 
 @pytest.fixture
 def serve(database: str) -> Iterator[Serve]:
-    servers: list[tuple[uvicorn.Server, threading.Thread]] = []
+    with ExitStack() as stack:
 
-    def start(access: Access | None = None, *, headers: dict[str, str] | None = None) -> Visit:
-        app = create_console(Settings(database_url=database), access)
-        config = uvicorn.Config(app, port=0, log_level="error", timeout_graceful_shutdown=1)
-        server = uvicorn.Server(config)
-        thread = threading.Thread(target=server.run, daemon=True)
-        thread.start()
-        servers.append((server, thread))
-        until(lambda: server.started)
-        port = server.servers[0].sockets[0].getsockname()[1]
-        return Visit(port, **(headers or {}))
+        def start(access: Access | None = None, *, headers: dict[str, str] | None = None) -> Visit:
+            app = create_console(Settings(database_url=database), access)
+            return Visit(stack.enter_context(served(app)), **(headers or {}))
 
-    yield start
-    for server, thread in servers:
-        server.should_exit = True
-        thread.join(30)
-        assert not thread.is_alive()
+        yield start
 
 
 @pytest.fixture

@@ -79,7 +79,7 @@ def lines(text: str | None) -> Markup:
     block = escape("\n".join(escaped_lines(shown)))
     cut = len(text or "") - len(shown)
     more = Markup('\n<span class="cut">… {} more characters</span>').format(cut) if cut else ""
-    return Markup("<pre>{}{}</pre>").format(block, more)
+    return Markup('<pre tabindex="0">{}{}</pre>').format(block, more)
 
 
 def autopsy(found: Mapping[str, Any]) -> Markup:
