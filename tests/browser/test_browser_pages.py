@@ -184,7 +184,7 @@ def test_times_are_in_the_viewers_zone_and_in_utc_on_hover(browser: Browser, sit
 def test_without_its_script_the_console_finds_and_acts(browser: Browser, site: Site) -> None:
     page = Watched(browser, site, java_script_enabled=False).page
     page.goto("/")
-    links = page.locator("header nav a").evaluate_all("found => found.map(one => one.getAttribute('href'))")
+    links = page.locator(".menu a").evaluate_all("found => found.map(one => one.getAttribute('href'))")
     assert len(links) >= 10
     for link in links:
         answer = page.goto(link)

@@ -75,6 +75,7 @@ class Console:
                 root=str(request.scope.get("root_path", "")),
                 here=request.url.path.rpartition("/")[2],
                 pages=_PAGES,
+                status_code=status_code,
                 visitor=visitor,
                 mark="" if visitor is None else self.access.csrf_mark(visitor),
                 given=dict(request.query_params),

@@ -1,7 +1,7 @@
 // The console's own script: times in the viewer's zone, the live part of "Now", and keys. The pages work without it.
 "use strict";
 
-const root = document.body.dataset.root || "";
+const RETRY_MILLISECONDS = 3000;
 
 function showLocalTimes(within) {
   for (const one of within.querySelectorAll("time[datetime]")) {
@@ -17,7 +17,11 @@ function watchNow() {
   if (!live) return;
   const trouble = document.getElementById("trouble");
   const events = new EventSource(live.dataset.events);
-  const tell = (text) => { trouble.textContent = text; trouble.hidden = !text; };
+  const tell = (text) => {
+    trouble.textContent = text;
+    trouble.hidden = !text;
+    live.classList.toggle("stale", Boolean(text));
+  };
   events.onmessage = (event) => {
     tell("");
     if (live.contains(document.activeElement)) return; // do not take away what somebody is about to use
@@ -29,18 +33,31 @@ function watchNow() {
   events.onerror = () => tell("The console does not answer. What is shown is from before.");
 }
 
+// A page that the database could not give opens by itself when the database answers again.
+function openWhenPossible() {
+  if (!document.querySelector("main[data-retry]")) return;
+  const look = async () => {
+    const answer = await fetch(location.href).catch(() => null);
+    if (answer && answer.status !== 503) location.reload();
+    else setTimeout(look, RETRY_MILLISECONDS);
+  };
+  setTimeout(look, RETRY_MILLISECONDS);
+}
+
 function listenForKeys() {
-  const pages = { n: "/", c: "/commands", t: "/troubleshooting", l: "/limits", w: "/workers" };
   let afterG = false;
   document.addEventListener("keydown", (event) => {
     if (event.ctrlKey || event.metaKey || event.altKey || event.target.closest("input, textarea, select")) return;
-    if (afterG && pages[event.key]) location.href = root + pages[event.key];
-    else if (event.key === "/") { document.getElementById("search")?.focus(); event.preventDefault(); }
-    else if (event.key === "?") document.getElementById("help").showModal();
+    const page = afterG && document.querySelector(`.menu a[data-key="${CSS.escape(event.key)}"]`);
+    const search = document.getElementById("search");
+    if (page) location.href = page.href;
+    else if (event.key === "/" && search) { search.focus(); event.preventDefault(); }
+    else if (event.key === "?") document.getElementById("help")?.showModal();
     afterG = event.key === "g";
   });
 }
 
 showLocalTimes(document);
 watchNow();
+openWhenPossible();
 listenForKeys();
