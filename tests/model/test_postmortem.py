@@ -22,6 +22,7 @@ from commandbus.model.crash_attribution import (
     Running,
     decide,
     examine,
+    is_whole_dump,
     parse_dump,
     signal_name,
 )
@@ -224,3 +225,15 @@ def test_no_text_is_too_odd(text: str) -> None:
     dump = parse_dump(f"{text}\n{CRASH}")
     assert dump.current == 0x7F2A40800640
     assert dump.stacks.items() >= parse_dump(CRASH).stacks.items()
+
+
+def test_a_dump_is_whole_when_its_last_thread_is() -> None:
+    last = b'  File "<frozen runpy>", line 198 in _run_module_as_main\n'
+    other = b'Thread 0x00007f01 (most recent call first):\n  File "a", line 1 in f\n'
+    first = b'\nCurrent thread 0x00007f00 (most recent call first):\n  File "b", line 2 in hang\n'
+    text = other + first + last
+    assert is_whole_dump(text)
+    assert not any(is_whole_dump(text[:end]) for end in range(len(text)))
+    assert is_whole_dump(text + b"what the program itself prints later")
+    assert is_whole_dump(other + first + b"  ...\n"), "a deep stack is cut"
+    assert not is_whole_dump(other + b"  ...\n" + first)

@@ -93,6 +93,14 @@ def odd_limits(command, ctx):
             memory[1664 + 16 : 1664 + 24] = struct.pack("@d", value)
             time.sleep(0.01)
 
+@handlers.handler("orders", "erased_beat", timeout=60)
+def erased_beat(command, ctx):
+    """As a reader may see it while the heartbeat is written. The next one puts it right."""
+    memory = board()
+    for _ in range(6):
+        memory[8:72] = bytes(64)
+        time.sleep(0.4)
+
 @handlers.handler("orders", "flood", timeout=60)
 def flood(command, ctx):
     ours = control()
@@ -194,10 +202,11 @@ def test_a_heartbeat_of_another_time_keeps_no_frozen_worker_alive(
     all_is_well(supervised, hostile, bus, db)
 
 
-def test_limits_that_are_no_instants_get_no_worker_killed(
-    wild: Wild, hostile: Path, bus: CommandBus, db: Db
+@pytest.mark.parametrize("command_type", ["odd_limits", "erased_beat"])
+def test_limits_that_are_no_instants_and_an_erased_heartbeat_get_no_worker_killed(
+    wild: Wild, hostile: Path, bus: CommandBus, db: Db, command_type: str
 ) -> None:
-    supervised = wild("odd_limits")
+    supervised = wild(command_type)
     until(lambda: status(db, "wild") == "COMPLETED", what=lambda: supervised.log)
     assert "was killed" not in supervised.log
     all_is_well(supervised, hostile, bus, db)

@@ -48,6 +48,52 @@ def test_a_beat(pair) -> None:
     assert (shown.rss_mb, shown.note) == (123.5, "too slow: ☃")
 
 
+class Looker:
+    """The number 3, which looks at the board while it is being written."""
+
+    def __init__(self, look) -> None:
+        self.look = look
+
+    def __index__(self) -> int:
+        self.look()
+        return 3
+
+    def __float__(self) -> float:
+        self.look()
+        return 3.0
+
+
+def test_while_it_is_written_a_reader_sees_what_was_there_before(pair) -> None:
+    theirs, ours = pair
+    beat(theirs)
+    theirs.thread(0, 5, 6)
+    theirs.enter(0, 0, 1, 1, 1.0, 20.5)
+    theirs.session(0, 7, 8)
+    before, seen = ours.read(), []
+
+    def look() -> None:
+        seen.append(ours.read())
+
+    theirs.beat(
+        1.0,
+        state=State.ACTIVE,
+        health=Looker(look),
+        running=2,
+        settled=2**40,
+        claimed=7,
+        free=3,
+        stuck=4,
+        rss_mb=1.0,
+    )
+    assert seen.pop() == before
+    theirs.session(0, 9, Looker(look))
+    assert [slot.session_pid for slot in seen.pop().slots] == [0], "none is better than half of one"
+    before = ours.read()
+    theirs.stuck_at(0, Looker(look))
+    assert seen.pop() == before
+    assert ours.read().slots[0].stuck_at == 3.0
+
+
 def test_attempts_come_and_go_in_their_slots(pair) -> None:
     theirs, ours = pair
     theirs.thread(7, 2**47 - 1, 4242)

@@ -156,6 +156,16 @@ def parse_dump(text: str) -> Dump:
     return Dump(current, stacks)
 
 
+def is_whole_dump(data: bytes) -> bool:
+    """Has faulthandler written all stacks of a program that was started with `python -m`?
+
+    The first thread comes last, and its outermost frame is that of `-m`. Of a deep stack only a part is written,
+    which ends with three dots. The stack of another thread may end so, too: a caller waits until no more comes.
+    """
+    return _LAST_FRAME.search(data) is not None or data.rstrip().endswith(b"\n  ...")
+
+
+_LAST_FRAME = re.compile(rb" in _run_module_as_main\n")
 _THREAD = re.compile(r"(?:(?P<current>Current thread)|Thread) 0x(?P<ident>[0-9a-fA-F]{1,16})\b")
 _FRAME = re.compile(r"  (?P<frame>File .*)")
 

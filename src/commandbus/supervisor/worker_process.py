@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from commandbus.model.client_sockets import Socket
-from commandbus.model.crash_attribution import Cause, Death, Dump, parse_dump
+from commandbus.model.crash_attribution import Cause, Death, Dump, is_whole_dump, parse_dump
 from commandbus.quick_dataclass import dataclass
 from commandbus.supervisor.open_sockets import open_sockets
 from commandbus.supervisor.read_proc import cpu_since, is_stopped, thread_cpu
@@ -44,6 +44,8 @@ from commandbus.worker.isolation.child_setup import DUMP_SIGNAL
 from commandbus.worker.worker_options import StopReport
 
 DUMP_SECONDS: Final = 0.1
+LATE_DUMP_SECONDS: Final = 0.9
+"""How much longer it lives, at most, until it has written its stacks: a busy machine may need it."""
 TRACE_SECONDS: Final = 0.4
 """How much longer a condemned worker lives, at most, until the server has told which sessions belong to it."""
 LONGEST_DUMP: Final = 4_194_304
@@ -189,10 +191,12 @@ class WorkerProcess:
             self.condemn(Cause.NONSENSE, f"its board makes no sense: {self._board_doubt}", now)
 
     def _untimely(self, shown: Snapshot, now: float) -> str:
-        """Times on the board that are before this worker's start or in the future; empty if there are none."""
+        """Times on the board that cannot be true: before its start, in the future, or gone. Else empty."""
         first, last = self.spawned_at - _AHEAD_SECONDS, now + _AHEAD_SECONDS
         if shown.beat_at and not first <= shown.beat_at <= last:
             return "its heartbeat has an impossible time"
+        if self.ready_at is not None and not shown.beat_at:
+            return "its heartbeat was erased"
         if any(not first <= slot.started <= last for slot in shown.slots):
             return "an attempt on it has an impossible start time"
         return ""
@@ -279,9 +283,12 @@ class WorkerProcess:
 
     def stacks(self) -> Dump:
         """The stacks that it has written since the last call."""
-        text = os.pread(self._crash, LONGEST_DUMP - self._dump_read, self._dump_read).partition(b"\0")[0]
+        text = self._new_dump()
         self._dump_read += len(text)
         return parse_dump(text.decode("utf-8", "replace"))
+
+    def _new_dump(self) -> bytes:
+        return os.pread(self._crash, LONGEST_DUMP - self._dump_read, self._dump_read).partition(b"\0")[0]
 
     def may_be_killed(self, now: float) -> bool:
         """Has it had the time to write its stacks? And has the coroner looked at its sessions, or taken too long?
@@ -290,9 +297,15 @@ class WorkerProcess:
         """
         if (end := self.condemned) is None or now < end.kill_at:
             return False
+        if now < end.kill_at + LATE_DUMP_SECONDS and self._is_writing_stacks(end):
+            return False
         if self.traced is None or self.traced.is_set() or end.cause is Cause.STOPPED:
             return True
         return now >= end.kill_at + TRACE_SECONDS
+
+    def _is_writing_stacks(self, end: Condemned) -> bool:
+        """Was it asked for its stacks, and has not written them all? One that is stopped never will."""
+        return self.doing is not None and not end.was_stopped and not is_whole_dump(self._new_dump())
 
     def kill(self) -> None:
         """Send SIGKILL to it and to the processes that it started."""

@@ -10,8 +10,10 @@ The memory is an inherited memfd. It survives the worker's death, so the supervi
 has to be unlinked. There are no locks: `running` is the last byte of a record that is written when an attempt
 starts, and the only one when it ends. So a worker that dies in between leaves either a whole record or none. A
 reader of a living worker may see a half-written record; its fence (msg_id and read_ct) then matches no row that
-the worker holds. Times are of `clock.monotonic`, which is the same for the whole machine. `enter` and `leave` cost
-0.2 and 0.1 µs.
+the worker holds. `Struct.pack_into` fills the place with zeros before it writes. That suits the record of an
+attempt, which is off for this moment. Everything else is packed first and then copied over what was there, because
+a heartbeat of zero would have a healthy worker killed. Times are of `clock.monotonic`, which is the same for the
+whole machine. `enter` and `leave` cost 0.2 and 0.1 µs.
 
 The worker runs user code, which may write anything here. So the size of the memory is sealed, because reading a
 truncated page would end the reader with SIGBUS. And `read` trusts nothing: it never raises, leaves out a record
@@ -189,18 +191,18 @@ class Board:
         if before and before != ident:
             self._remember_gone(before, before_native)
             self.leave(slot)
-        _THREAD.pack_into(self._memory, at, ident, native_id, 0)
+        self._copy(at, _THREAD.pack(ident, native_id, 0))
 
     def session(self, slot: int, pid: int, started: int = 0) -> None:
         """The slot's attempt uses this database session, which began then; 0: none, or it is not known."""
         at = _SLOTS_AT + slot * _RECORD + _SESSION_AT
-        _PID.pack_into(self._memory, at, 0)  # if the worker dies in between, no half-written slot is left
-        _SESSION.pack_into(self._memory, at, 0, started)
-        _PID.pack_into(self._memory, at, pid)
+        self._copy(at, _PID.pack(0))  # if the worker dies in between, no half-written slot is left
+        self._copy(at, _SESSION.pack(0, started))
+        self._copy(at, _PID.pack(pid))
 
     def stuck_at(self, slot: int, value: float) -> None:
         """The attempt's limit has moved."""
-        _MOMENT.pack_into(self._memory, _SLOTS_AT + slot * _RECORD + _STUCK_AT, value)
+        self._copy(_SLOTS_AT + slot * _RECORD + _STUCK_AT, _MOMENT.pack(value))
 
     # -- the worker's side: the ladder
 
@@ -220,16 +222,16 @@ class Board:
     ) -> None:
         """The worker is alive. `settled` and `claimed` count from the worker's start; `health` is 0, 1 or 2.
         `claimless`: seconds for which it has had room, and could not ask for work."""
-        _BEAT.pack_into(
-            self._memory, _BEAT_AT, now, state, health, running, free, stuck, claimless, rss_mb, settled, claimed
+        self._copy(
+            _BEAT_AT, _BEAT.pack(now, state, health, running, free, stuck, claimless, rss_mb, settled, claimed)
         )
 
     def note(self, text: str) -> None:
         """Why the health is what it is; cut to what fits."""
         data = text.encode("utf-8", "replace")[:_NOTE_BYTES]
         data = data.decode("utf-8", "ignore").encode()
-        self._memory[_NOTE_AT + _NOTE.size : _NOTE_AT + _NOTE.size + len(data)] = data
-        _NOTE.pack_into(self._memory, _NOTE_AT, len(data))
+        self._copy(_NOTE_AT + _NOTE.size, data)
+        self._copy(_NOTE_AT, _NOTE.pack(len(data)))
 
     # -- the supervisor's side
 
@@ -254,8 +256,12 @@ class Board:
 
     def _remember_gone(self, ident: int, native_id: int) -> None:
         (count,) = _COUNT.unpack_from(self._memory, _GONE_COUNT_AT)
-        _GONE.pack_into(self._memory, _GONE_AT + count % _GONE_KEPT * _GONE.size, ident, native_id)
-        _COUNT.pack_into(self._memory, _GONE_COUNT_AT, count + 1)
+        self._copy(_GONE_AT + count % _GONE_KEPT * _GONE.size, _GONE.pack(ident, native_id))
+        self._copy(_GONE_COUNT_AT, _COUNT.pack(count + 1))
+
+    def _copy(self, at: int, data: bytes) -> None:
+        """Write over what is there, without a moment at which it is zero."""
+        self._memory[at : at + len(data)] = data
 
 
 Head = tuple[float, int, int, int, int, int, int, float, int, int]

@@ -95,7 +95,9 @@ class Child:
         self._max_memory_mb = max_memory_mb
         process.runs += 1
         self._number = process.runs
-        self._mark = process.mark()
+        self._mark = self._asked_at = (
+            process.mark()
+        )  # from where on its stacks are this attempt's, and the last ones
         self._since = boottime()  # its database session is younger than that
         self._limit_relay = LimitRelay(services.limits, attempt, run=self._number, send=process.channel.send)
         self._write_relay = WriteRelay(
@@ -170,6 +172,7 @@ class Child:
             if self._killed_at is None:
                 self._killed_at = monotonic()
                 self._cause, self._reason = cause, reason
+                self._asked_at = self._process.mark()
                 self._process.signal(DUMP_SIGNAL)
                 self._process.wake()
             elif monotonic() >= self._killed_at + DUMP_SECONDS + HELD_UP_SECONDS:
@@ -208,7 +211,7 @@ class Child:
             if is_dead:
                 return self._dead()
             if self._killed_at is not None and self._shot_at is None:
-                self._process.wait_for_dump(self._mark, self._killed_at + DUMP_SECONDS)
+                self._process.wait_for_dump(self._asked_at, self._killed_at + DUMP_SECONDS)
                 self._shoot()
             if self._process.channel.is_at_end:
                 self._process.leave_channel()

@@ -25,6 +25,7 @@ from typing import Final
 
 from commandbus.clock import monotonic
 from commandbus.logger import safe_logger
+from commandbus.model.crash_attribution import is_whole_dump
 from commandbus.worker.isolation.channel import Message, WorkerEnd
 from commandbus.worker.isolation.descendants import MARK, kill_below, kill_marked
 from commandbus.worker.memory import resident_megabytes
@@ -153,12 +154,12 @@ class ChildProcess:
         return os.fstat(self._dumps).st_size
 
     def wait_for_dump(self, mark: int, until: float) -> None:
-        """Wait until the stacks are all there, at most until then. They come within a millisecond, if the machine
-        has time for it. Whole ones have stopped growing, and end with a line."""
+        """Wait until the stacks that follow the mark are all there, at most until then. They come within a
+        millisecond, if the machine has time for it."""
         before = size = mark
         while monotonic() < until and not self.is_dead():
-            last, before, size = before, size, self.mark()
-            if mark < last == before == size and os.pread(self._dumps, 1, size - 1) == b"\n":
+            before, size = size, self.mark()
+            if mark < before == size and is_whole_dump(os.pread(self._dumps, MAX_DUMP_BYTES, mark)):
                 return
             time.sleep(LOOK_SECONDS)
 
