@@ -94,9 +94,9 @@ def test_settings_cross_over_unchanged() -> None:
         breakers={"orders/ship": Breaker(stuck=3)},
         config_file=Path("/etc/commandbus.toml"),
     )
-    fd = start_message.write(StartMessage(settings, "s-1", 42, 5, 6, 7, 8))
+    fd = start_message.write(StartMessage(settings, "s-1", 42, 5, 6, 7, 8, 9))
     read = start_message.read(fd)
-    assert read == StartMessage(settings, "s-1", 42, 5, 6, 7, 8)
+    assert read == StartMessage(settings, "s-1", 42, 5, 6, 7, 8, 9)
     assert (read.settings.origins, read.settings.config_file) == (settings.origins, settings.config_file)
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(fd)

@@ -9,6 +9,7 @@ import pytest
 
 from commandbus import HandlerRegistry
 from commandbus.worker.attempt_registry import AttemptRegistry
+from commandbus.worker.counts_page import CountsPage
 from commandbus.worker.execution.attempt import Attempt
 from commandbus.worker.execution.concurrency import ConcurrencyBudget
 from commandbus.worker.execution.slots import Slot, Slots
@@ -20,7 +21,7 @@ ROUNDS = 500
 @pytest.fixture
 def attempts() -> AttemptRegistry:
     quarantine = Quarantine(HandlerRegistry(), turn=None, processes=None, on_turn=lambda _: None)
-    return AttemptRegistry({}, quarantine, None)
+    return AttemptRegistry({}, quarantine, None, CountsPage())
 
 
 @pytest.fixture

@@ -39,6 +39,7 @@ from commandbus.supervisor import start_message
 from commandbus.supervisor.start_message import StartMessage
 from commandbus.supervisor.worker_messages import LONGEST_TEXT
 from commandbus.worker.board import Board
+from commandbus.worker.counts_page import CountsPage
 from commandbus.worker.isolation.child_setup import collect_garbage, die_with, write_stacks_to
 from commandbus.worker.load_handlers import load_registry
 from commandbus.worker.logs import set_up_logging
@@ -159,6 +160,7 @@ def _work(told: StartMessage, control: Control) -> int:
                 on_waiting=control.say_waiting,
                 on_doing=lambda doing: control.say("doing", doing=doing),
                 turn=told.turn,
+                counts=CountsPage.attach(told.counts),
             ),
         )
         control.say("hello", id=worker.id, domains=list(worker.domains), policies=worker.policies())

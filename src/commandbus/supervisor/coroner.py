@@ -40,6 +40,7 @@ from commandbus.flow.commands.rescue import (
 from commandbus.flow.commands.settle import Settlement, settle
 from commandbus.flow.limits.metrics import FleetFigures, figures
 from commandbus.logger import safe_logger
+from commandbus.model.attempt_counts import AttemptCounts
 from commandbus.model.client_sockets import Socket, Times, opened_by_handlers
 from commandbus.model.counting import counted
 from commandbus.model.crash_attribution import Cause, Death, Finding, Role, Running, examine
@@ -178,6 +179,7 @@ class Coroner(DatabaseService):
         self.domains: tuple[str, ...] = ()
         self.look = CoronerLook()
         self.done = 0
+        self.counts = AttemptCounts()  # what dead workers held, as it was settled here
 
     def successor(self) -> Coroner:
         """Returns a coroner that takes over the cases, because this thread has ended or is stuck. If this thread
@@ -188,6 +190,7 @@ class Coroner(DatabaseService):
         with self._lock:
             other._cases, other._opened = list(self._cases), dict(self._opened)
         other.domains, other.done, other.look = self.domains, self.done, self.look
+        other.counts = self.counts
         other._reports, other._judge, other._judging = self._reports, self._judge, dict(self._judging)
         return other
 
@@ -386,11 +389,16 @@ class Coroner(DatabaseService):
                 what = "given back" if finding is None else str(finding.role)
                 case.settled[what] = case.settled.get(what, 0) + 1
                 case.named.setdefault(what, []).append(str(held.row.command_id))
+                self._count_attempt(domain, held, settlement)
                 if finding is not None and finding.role is Role.CULPRIT:
                     say_culprit(case.worker, domain, held, finding, settlement)
                     self._count(case, domain, held, finding)
         self._reports.write(self._connection)
         return sum(answer in ("busy", "canceled") for answer in answers.values())
+
+    def _count_attempt(self, domain: str, held: Held, settlement: Settlement) -> None:
+        if settlement.verdict is not None:
+            self.counts = self.counts.with_one(domain, held.row.command_type, settlement.verdict)
 
     def _count(self, case: Case, domain: str, held: Held, finding: Finding) -> None:
         """Report a culprit to the breaker of its type. A command that somebody asked to cancel is not reported."""

@@ -27,22 +27,27 @@ _LABEL_ESCAPES = str.maketrans({"\\": r"\\", "\n": r"\n", '"': r"\""})
 
 
 class MetricKind(StrEnum):
-    """A counter only grows (and starts again from 0 with its process); a gauge is the current value."""
+    """A counter only grows (and starts again from 0 with its process); a gauge is the current value; a histogram
+    counts values in buckets."""
 
     COUNTER = "counter"
     GAUGE = "gauge"
+    HISTOGRAM = "histogram"
 
 
 COUNTER: Final = MetricKind.COUNTER
 GAUGE: Final = MetricKind.GAUGE
+HISTOGRAM: Final = MetricKind.HISTOGRAM
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One value, with the labels that distinguish it from the other values of its metric."""
+    """One value, with the labels that distinguish it from the other values of its metric. `suffix` says which part
+    of a histogram it is: _bucket, _sum or _count."""
 
     value: float
     labels: Mapping[str, str] = field(default_factory=dict)
+    suffix: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +71,7 @@ class Metric:
             for label in sample.labels:
                 if not _LABEL.fullmatch(label):
                     raise ValueError(f"metric {self.name!r}: {label!r} is not a label's name")
-            key = frozenset(sample.labels.items())
+            key = (sample.suffix, frozenset(sample.labels.items()))
             if key in seen:
                 raise ValueError(f"metric {self.name!r} has two samples with the labels {dict(sample.labels)}")
             seen.add(key)
@@ -88,7 +93,7 @@ def _lines(metric: Metric) -> Iterator[str]:
     yield f"# HELP {metric.name} {metric.help.translate(_HELP_ESCAPES)}"
     yield f"# TYPE {metric.name} {metric.kind.value}"
     for sample in metric.samples:
-        yield f"{metric.name}{_labels(sample.labels)} {_number(sample.value)}"
+        yield f"{metric.name}{sample.suffix}{_labels(sample.labels)} {_number(sample.value)}"
 
 
 def _labels(labels: Mapping[str, str]) -> str:

@@ -18,6 +18,7 @@ from commandbus.supervisor import start_message
 from commandbus.supervisor.systemd import SERVICE_VARIABLES
 from commandbus.supervisor.worker_process import LONGEST_DUMP, WorkerProcess
 from commandbus.worker.board import Board, sealed_memory
+from commandbus.worker.counts_page import CountsPage
 from commandbus.worker.worker_options import ROUTER_SLOTS
 
 CHILD = "commandbus.supervisor.child_main"
@@ -27,22 +28,26 @@ def spawn(settings: Settings, supervisor: str, *, turn: int, generation: int = 0
     """Start a worker with these settings. `turn` is a file. A worker that holds its lock may run a command that
     was lost before: so these run one at a time."""
     board = Board.create(2 * settings.concurrency + ROUTER_SLOTS)
+    counts = CountsPage.create()
     crash = sealed_memory("commandbus-crash", LONGEST_DUMP)
     ours, theirs = socket.socketpair()
     told = start_message.write(
-        start_message.StartMessage(settings, supervisor, os.getpid(), board.fd, theirs.fileno(), crash, turn)
+        start_message.StartMessage(
+            settings, supervisor, os.getpid(), board.fd, theirs.fileno(), crash, turn, counts.fd
+        )
     )
     environment = {name: value for name, value in os.environ.items() if name not in SERVICE_VARIABLES}
     try:
         process = subprocess.Popen(  # noqa: S603 - our own program, no shell
             [sys.executable, "-m", CHILD, str(told)],
             stdin=subprocess.DEVNULL,
-            pass_fds=(board.fd, theirs.fileno(), crash, turn, told),
+            pass_fds=(board.fd, theirs.fileno(), crash, turn, counts.fd, told),
             env=environment,
             start_new_session=True,
         )
     except BaseException:
         board.close()
+        counts.close()
         ours.close()
         os.close(crash)
         raise
@@ -50,4 +55,4 @@ def spawn(settings: Settings, supervisor: str, *, turn: int, generation: int = 0
         theirs.close()
         os.close(told)
     ours.setblocking(False)
-    return WorkerProcess(process, board, ours, crash, generation=generation, now=time.monotonic())
+    return WorkerProcess(process, board, counts, ours, crash, generation=generation, now=time.monotonic())

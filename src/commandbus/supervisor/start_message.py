@@ -29,6 +29,7 @@ class StartMessage:
     control: int
     crash: int
     turn: int
+    counts: int
 
 
 def write(start_message: StartMessage) -> int:
@@ -40,7 +41,13 @@ def write(start_message: StartMessage) -> int:
         "config_file": None if settings.config_file is None else str(settings.config_file),
         "supervisor": start_message.supervisor,
         "parent": start_message.parent,
-        "fds": [start_message.board, start_message.control, start_message.crash, start_message.turn],
+        "fds": [
+            start_message.board,
+            start_message.control,
+            start_message.crash,
+            start_message.turn,
+            start_message.counts,
+        ],
     }
     fd = os.memfd_create("commandbus-letter", os.MFD_CLOEXEC)
     with os.fdopen(os.dup(fd), "wb") as file:

@@ -384,5 +384,5 @@ class Supervisor:
             self._settings.health_port,
             live=lambda: view.live(self._view, time.monotonic()),
             ready=lambda: view.ready(self._view, time.monotonic()),
-            metrics=lambda: view.metrics(self._view),
+            metrics=lambda: view.metrics(self._view, self._worker_processes.counts().plus(self._coroner.counts)),
         )

@@ -12,7 +12,9 @@ from collections.abc import Mapping
 from dataclasses import field
 from typing import Any, Final
 
+from commandbus.model.attempt_counts import AttemptCounts
 from commandbus.quick_dataclass import dataclass
+from commandbus.supervisor.attempt_metrics import attempt_metrics
 from commandbus.supervisor.coroner import CoronerLook
 from commandbus.supervisor.fleet_metrics import shared_metrics
 from commandbus.supervisor.health_server import HealthVerdict
@@ -28,6 +30,7 @@ killed."""
 LOST_SECONDS: Final = 2.0
 UNCLAIMED_SECONDS: Final = 10.0
 HEALTHY, DEGRADED, CRITICAL = 0, 1, 2
+NOTHING: Final = AttemptCounts()
 _WORDS: Final = ("healthy", "degraded", "critical")
 
 
@@ -133,8 +136,8 @@ def is_unclaimed(view: View, now: float) -> bool:
     return waits and is_free and now - view.claimed_at > UNCLAIMED_SECONDS
 
 
-def metrics(view: View) -> str:
-    """The answer to a scrape."""
+def metrics(view: View, counts: AttemptCounts = NOTHING) -> str:
+    """The answer to a scrape. `counts` are of all workers since the supervisor's start, the dead ones too."""
     states = Counter(worker.state for worker in view.workers)
     health = Counter(min(worker.health, 2) for worker in view.workers if worker.state is not State.STARTING)
     free = sum(worker.free for worker in view.workers if worker.state is State.ACTIVE)
@@ -173,6 +176,7 @@ def metrics(view: View) -> str:
                [Sample(0 if view.look.lost_since is not None or view.waits_for else 1)]),
         Metric("commandbus_worker_memory_bytes", GAUGE, "Resident memory of worker processes, together.",
                [Sample(round(sum(worker.rss_mb for worker in view.workers) * 1_048_576))]),
+        *attempt_metrics(counts),
         *shared_metrics(view.look.figures),
     ])  # fmt: skip
 

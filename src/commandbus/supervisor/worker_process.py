@@ -40,6 +40,7 @@ from commandbus.supervisor.worker_messages import (
 )
 from commandbus.supervisor.worker_start import Start, described, place_of
 from commandbus.worker.board import Board, Snapshot, State
+from commandbus.worker.counts_page import CountsPage
 from commandbus.worker.isolation.child_setup import DUMP_SIGNAL
 from commandbus.worker.worker_options import StopReport
 
@@ -86,6 +87,7 @@ class WorkerProcess:
         self,
         process: subprocess.Popen[bytes],
         board: Board,
+        counts: CountsPage,
         control: socket.socket,
         crash: int,
         *,
@@ -95,6 +97,7 @@ class WorkerProcess:
         self.process = process
         self.pid = process.pid
         self.board = board
+        self.counts = counts
         self.control = control
         self.generation = generation
         self.spawned_at = now
@@ -343,6 +346,7 @@ class WorkerProcess:
     def close(self) -> None:
         """Close the supervisor's files and sockets for it."""
         self.board.close()
+        self.counts.close()
         self.control.close()
         os.close(self._crash)
         if self.pidfd is not None:

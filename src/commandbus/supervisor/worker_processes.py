@@ -16,9 +16,11 @@ import weakref
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from functools import reduce
 from typing import Final
 
 from commandbus.logger import safe_logger
+from commandbus.model.attempt_counts import AttemptCounts
 from commandbus.model.counting import counted
 from commandbus.model.crash_attribution import Cause, Death
 from commandbus.settings import Settings
@@ -66,6 +68,8 @@ class WorkerProcesses:
         self.workers: list[WorkerProcess] = []
         self.totals: Counter[str] = Counter()
         self.ends_by_cause: Counter[str] = Counter()
+        self._counting = threading.Lock()
+        self._counts_of_dead = AttemptCounts()
         self.fatal: Failed | None = None
         self.is_ending = False
         self.reloads: Counter[str] = Counter()
@@ -88,6 +92,13 @@ class WorkerProcesses:
     def was_ready(self) -> bool:
         """Has any worker ever been ready?"""
         return self._was_ready
+
+    def counts(self) -> AttemptCounts:
+        """What all workers have counted, the dead ones too. Safe from any thread."""
+        with self._counting:
+            return reduce(
+                AttemptCounts.plus, (worker.counts.read() for worker in self.workers), self._counts_of_dead
+            )
 
     @property
     def is_reloading(self) -> bool:
@@ -248,7 +259,9 @@ class WorkerProcesses:
 
     def _bury(self, worker: WorkerProcess, now: float) -> None:
         death = worker.reap(now)
-        self.workers.remove(worker)
+        with self._counting:
+            self._counts_of_dead = self._counts_of_dead.plus(worker.counts.read())
+            self.workers.remove(worker)
         self.forget_files(worker)
         is_clean = worker.report is not None and worker.report.is_clean and worker.condemned is None
         if not is_clean and not (worker.ready_at is None and worker.failed is not None):

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from commandbus.clock import monotonic
 from commandbus.worker.execution.async_slots import AsyncSlot
 from commandbus.worker.execution.attempt import Attempt
 from commandbus.worker.execution.slots import Slot
@@ -23,6 +24,7 @@ from commandbus.worker.isolation.quarantine import Quarantine
 
 if TYPE_CHECKING:
     from commandbus.worker.board_writer import BoardWriter
+    from commandbus.worker.counts_page import CountsPage
     from commandbus.worker.running_file import RunningFile
 
 Running = dict[Attempt, Slot | AsyncSlot]
@@ -36,6 +38,7 @@ class AttemptRegistry:
         running: Running,
         quarantine: Quarantine,
         board_writer: BoardWriter | None,
+        counts: CountsPage,
         running_file: RunningFile | None = None,
     ) -> None:
         self.held: set[Attempt] = set()
@@ -43,6 +46,7 @@ class AttemptRegistry:
         self.running = running
         self._quarantine = quarantine
         self._board_writer = board_writer
+        self._counts = counts
         self._running_file = running_file
 
     def begin(self, attempt: Attempt, slot: Slot | AsyncSlot) -> None:
@@ -66,6 +70,7 @@ class AttemptRegistry:
         """Its handler has ended. False if the ladder has given the attempt up, and its slot away."""
         if self.running.pop(attempt, None) is None:
             return False
+        attempt.ran = monotonic() - attempt.started_at
         # It is over: the ladder ignores it, and threads that it left behind get no connection.
         attempt.started_at = 0.0
         if self._running_file is not None:
@@ -80,10 +85,13 @@ class AttemptRegistry:
         slot = self.running.pop(attempt, None)
         if slot is not None:
             attempt.bar()
+            note_ran(attempt, monotonic() - attempt.started_at)
         return slot
 
     def release(self, attempt: Attempt) -> None:
         """Its outcome is written, or another worker has it by now."""
+        if attempt.is_lost and attempt in self.held:
+            self._counts.lease_lost()
         self.held.discard(attempt)
         self._quarantine.leave(attempt)
 
@@ -96,3 +104,9 @@ class AttemptRegistry:
         self.running.clear()
         self.held.clear()
         self._quarantine.take_back()
+
+
+def note_ran(attempt: Attempt, seconds: float) -> None:
+    """It ran for so long. Each member of a chunk counts its share, so that the sum is the time of its slot."""
+    for each in attempt.each:
+        each.ran = seconds / len(attempt.each)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from commandbus.flow.commands.settle import Settlement
-from commandbus.worker.attempt_registry import AttemptRegistry
+from commandbus.worker.attempt_registry import AttemptRegistry, note_ran
 from commandbus.worker.breakers import WorkerBreakers
 from commandbus.worker.deadlines.fencer import Fencer
 from commandbus.worker.execution.async_slots import AsyncSlot
@@ -72,6 +72,7 @@ class ChunkRunner:
             return False
         if chunk.borrowed is not None:
             self._fencer.end_leftover(chunk, chunk.borrowed)
+        note_ran(chunk, chunk.ran)
         for member, ended in ends:
             member.started_at = 0.0
             if not isinstance(ended, Settlement) or ended.is_completion:

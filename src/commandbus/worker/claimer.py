@@ -94,6 +94,7 @@ class Claimer(DatabaseService):
         on_cancel: Callable[[str, int], None],
         on_joined: Callable[[], None],
         on_idle: Callable[[], bool],
+        on_answered: Callable[[datetime], None],
         on_error: Callable[[BaseException], None],
         name: str,
     ) -> None:
@@ -111,6 +112,7 @@ class Claimer(DatabaseService):
         self._on_cancel = on_cancel
         self._on_joined = on_joined
         self._on_idle = on_idle
+        self._on_answered = on_answered
         self.is_ended = False  # claim nothing more: the worker drains
         self.claimed = 0
         self._looks: list[float] = []  # when to look for what was claimed and not heard of
@@ -286,13 +288,16 @@ class Claimer(DatabaseService):
         )
         began = monotonic()
         try:
-            return self._connection.run(asked)
+            found = self._connection.run(asked)
         except UnreplicatedError as error:
             why = "a failover may lose its claim"
             self._dispatcher.return_unstarted(domain.name, error.result.ready, claimed_at, why)
             raise
         finally:
             self._asking_seconds += monotonic() - began
+        if found.claimed_at is not None:
+            self._on_answered(found.claimed_at)
+        return found
 
     def _return_unheard(self) -> None:
         """Give back what a claim took whose answer was lost. Its session may be at it only now: a server that was

@@ -123,7 +123,9 @@ class WorkerRuntime:
         self._isolation = self._make_isolation(services)
         self._quarantine = self._make_quarantine()
         self._running_file = self._make_running_file()
-        self.attempts = AttemptRegistry(running, self._quarantine, self._board_writer, self._running_file)
+        self.attempts = AttemptRegistry(
+            running, self._quarantine, self._board_writer, spec.counts, self._running_file
+        )
         self.settler = self._make_settler()
         self._fencer = Fencer(
             self.attempts,
@@ -200,6 +202,7 @@ class WorkerRuntime:
             size=min(most, settings.pool_max_size or most),
             lent=spec.pool,
             on_exhausted=self._exhausted,
+            on_waited=spec.counts.connection_waited,
             on_no_thread=self._pause.begin,
             on_unreachable=lambda: spec.health.set_critical(UNREACHABLE),
             on_session=None if self._board_writer is None else self._board_writer.session,
@@ -282,6 +285,7 @@ class WorkerRuntime:
             is_more_coming=lambda: self.dispatcher.waiting > 0,
             on_error=spec.fail,
             held=lambda: self.attempts.held.copy(),  # noqa: PLW0108 - a fork replaces it
+            counts=spec.counts,
             name=spec.id,
         )
 
@@ -318,6 +322,7 @@ class WorkerRuntime:
             on_cancel=self._keeper.look_for_cancel,
             on_joined=lambda: self._key_releasing.joined(),  # noqa: PLW0108 - made later
             on_idle=self._check_idle,
+            on_answered=spec.counts.note_clock,
             on_error=spec.fail,
             name=spec.id,
         )
@@ -624,6 +629,7 @@ class WorkerRuntime:
 
     def _exhausted(self) -> None:
         self._spec.health.record_pool_exhaustion()
+        self._spec.counts.connection_timed_out()
         self._pause.begin("the connection pool is exhausted")
 
     # --- called by the claimer, the settler and the limit client ------------------------------------------------

@@ -43,6 +43,7 @@ from commandbus.model.outcome import Judgement, Verdict, describe
 from commandbus.model.reconnect_backoff import Backoff
 from commandbus.settings import Settings
 from commandbus.worker.batch_folding import BatchFolding
+from commandbus.worker.counts_page import CountsPage
 from commandbus.worker.execution.attempt import Attempt
 from commandbus.worker.execution.execute import Note, Written
 
@@ -81,6 +82,7 @@ class Settler(DatabaseService):
         is_more_coming: Callable[[], bool],
         on_error: Callable[[BaseException], None],
         held: Callable[[], set[Attempt]],
+        counts: CountsPage,
         name: str,
     ) -> None:
         super().__init__(
@@ -100,6 +102,7 @@ class Settler(DatabaseService):
         self._aside = _Aside()
         self._void: set[Attempt] = set()
         self._held = held
+        self._counts = counts
         self._from_before: set[Attempt] = set()  # claimed before this connection, perhaps from another server
         self._folder = BatchFolding(self._connection)
         self._closing = False
@@ -130,6 +133,7 @@ class Settler(DatabaseService):
             return
         if ended is None:
             self.settled[attempt.domain] += 1
+            self._counts.ended(attempt, None)
             self._on_settled(attempt)
             if attempt.batch is not None:
                 self._folder.touch(attempt.batch)
@@ -220,6 +224,7 @@ class Settler(DatabaseService):
             self._in_doubt = False
         if attempts:
             self._on_written(len(attempts))
+            self._counts.completed(attempts)
             self._on_done(attempts)
             self.settled[domain] += len(attempts)
             for batch in {item.batch for item in attempts}:
@@ -341,6 +346,8 @@ class Settler(DatabaseService):
                 continue
             if answer == "refused":
                 self._note_refusal(attempt, in_doubt=in_doubt)
+            if not attempt.is_lost:
+                self._counts.ended(attempt, getattr(item[1], "verdict", None))
             self._on_settled(attempt)
             self.settled[domain] += 1
             self.unfinished += attempt.is_unfinished
@@ -368,6 +375,7 @@ class Settler(DatabaseService):
             logger.info(text, attempt.number, attempt.command_id, extra=extra)
             return
         self.refused += 1
+        attempt.is_lost = True
         text = "attempt number %d of command %s was refused: it no longer held its lease"
         logger.warning(text, attempt.number, attempt.command_id, extra=extra)
 

@@ -36,11 +36,13 @@ from commandbus.flow.setup.domains import create_domain, list_domains
 from commandbus.flow.setup.migrate import look
 from commandbus.flow.setup.privileges import check_may_work, explained
 from commandbus.logger import safe_logger
+from commandbus.model.attempt_counts import AttemptCounts
 from commandbus.model.durations import Duration, parse_seconds
 from commandbus.model.json_values import Json
 from commandbus.model.names import check_domain
 from commandbus.model.retry import RetryPolicy
 from commandbus.settings import Settings, load_settings
+from commandbus.worker.counts_page import CountsPage
 from commandbus.worker.execution.handlers import HandlerRegistry
 from commandbus.worker.health import HealthStatus
 from commandbus.worker.limits import check_limits
@@ -82,6 +84,8 @@ class Worker:
         self.domains = _check_domains(domains or settings.domains or handlers.domains)
         self.id = f"{(name or socket.gethostname())[:LONGEST_NAME]}-{os.getpid()}-{secrets.token_hex(4)}"
         self.health_status = HealthStatus()
+        shared = None if supervision is None else supervision.counts
+        self._counts = CountsPage() if shared is None else shared
         self._supervision = supervision
         self._handlers = handlers
         self._policy = retry_policy or settings.retry_policy
@@ -130,6 +134,11 @@ class Worker:
         if self._runtime is None:
             return "STARTING" if self._is_starting else "STOPPED"
         return self._runtime.state.name
+
+    @property
+    def counts(self) -> AttemptCounts:
+        """How its attempts ended, how long they waited and ran, over all its runs."""
+        return self._counts.read()
 
     @property
     def settled(self) -> int:
@@ -223,6 +232,7 @@ class Worker:
             has_limits=self._has_limits,
             supervision=self._supervision,
             health=self.health_status,
+            counts=self._counts,
             fail=self.fail,
             request_stop=self.request_stop,
             is_stopping=self._stop_asked.is_set,

@@ -16,6 +16,7 @@ from commandbus.model.retry import RetryPolicy
 from commandbus.quick_dataclass import dataclass
 from commandbus.settings import Settings
 from commandbus.worker.board import Board
+from commandbus.worker.counts_page import CountsPage
 from commandbus.worker.execution.handlers import HandlerRegistry
 from commandbus.worker.health import HealthStatus
 
@@ -29,7 +30,7 @@ class Supervision:
     callbacks for what its start waits for, and for what it does.
 
     `turn` is the descriptor of a file that all its workers share: whoever has locked it may run a command
-    that was lost before.
+    that was lost before. In `counts` it counts its attempts, so that its supervisor can read them.
     """
 
     board: Board
@@ -38,6 +39,7 @@ class Supervision:
     on_waiting: Callable[[str], None] = lambda _: None
     on_doing: Callable[[str], None] = lambda _: None
     turn: int | None = None
+    counts: CountsPage | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,7 @@ class WorkerSpec:
     has_limits: bool
     supervision: Supervision | None
     health: HealthStatus
+    counts: CountsPage
     fail: Callable[[BaseException], None]
     request_stop: Callable[[str], None]
     is_stopping: Callable[[], bool] = lambda: False  # was it asked to stop?

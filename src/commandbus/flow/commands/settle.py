@@ -46,6 +46,7 @@ class Settlement:
     is_completion: bool = False
     is_grouped: bool = True  # its command may belong to a batch or a process
     unhandled: int | None = None  # the command, if it is a message to a process and somebody canceled it
+    verdict: Verdict | None = None  # None: the attempt completed
 
     def only_of(self, sent: float) -> Settlement:
         """The same settlement, but only for the command that was sent at this epoch second. After a failover that
@@ -167,9 +168,10 @@ def judged(
     if judgement.verdict is Verdict.RETRY:
         after = marks.after_failure(judgement.failure)
         change = _change(marks, replace(after, waived=after.waived + is_waived))
-        return _again(fence, f'{head},"d":{judgement.delay_seconds:.6f},{change}}}')
+        return _again(fence, f'{head},"d":{judgement.delay_seconds:.6f},{change}}}', Verdict.RETRY)
     status = STATUS_AFTER[judgement.verdict]
-    return Settlement(fence.domain, fence.msg_id, fence.read_ct, f'{head},"s":"{status}"}}')
+    row = f'{head},"s":"{status}"}}'
+    return Settlement(fence.domain, fence.msg_id, fence.read_ct, row, verdict=judgement.verdict)
 
 
 def of_row(
@@ -225,7 +227,7 @@ def waived(
     if single:
         change += ',"g":true'
     fence = row.fence(domain)
-    return _again(fence, f'{_head(fence, started)},"d":0,{change},"e":{error}}}')
+    return _again(fence, f'{_head(fence, started)},"d":0,{change},"e":{error}}}', Verdict.WAIVED)
 
 
 def snoozed(
@@ -233,7 +235,8 @@ def snoozed(
 ) -> Settlement:
     """The handler wants the command to be tried again after the delay. The attempt is not charged."""
     fence, error = row.fence(domain), _error(Verdict.SNOOZED, failure, "")
-    return _again(fence, f'{_head(fence, started)},"d":{delay_seconds:.6f},"w":1,"z":true,"e":{error}}}')
+    row_text = f'{_head(fence, started)},"d":{delay_seconds:.6f},"w":1,"z":true,"e":{error}}}'
+    return _again(fence, row_text, Verdict.SNOOZED)
 
 
 def parked(
@@ -256,7 +259,7 @@ def parked(
         f'"y":{quote(row.command_type)},"l":{quote(limit)},"u":{_epoch(until)}',
         f'"o":{quote(note)},"e":{_error(Verdict.PARKED, failure, row.command_type)}}}',
     ]
-    settlement = _again(fence, ",".join(parts))
+    settlement = _again(fence, ",".join(parts), Verdict.PARKED)
     settlement.is_parked = True
     return settlement
 
@@ -270,7 +273,7 @@ def given_back(fence: Fence, *, delay: float = 0.0, why: str = "its worker stops
     """The command was claimed but not started: it returns to the queue, at once or later, and is not charged."""
     failure = Failure("GivenBack", "GIVEN_BACK", f"given back before it had started: {why}")
     error = _error(Verdict.GIVEN_BACK, failure, "")
-    return _again(fence, f'{_head(fence, None)},"d":{delay:.6f},"w":1,"e":{error}}}')
+    return _again(fence, f'{_head(fence, None)},"d":{delay:.6f},"w":1,"e":{error}}}', Verdict.GIVEN_BACK)
 
 
 def _head(fence: Fence, started: float | None) -> str:
@@ -278,8 +281,8 @@ def _head(fence: Fence, started: float | None) -> str:
     return f'{{"m":{fence.msg_id},"r":{fence.read_ct},"c":{fence.id},"n":{fence.number},"t":{_epoch(started)}'
 
 
-def _again(fence: Fence, row: str) -> Settlement:
-    return Settlement(fence.domain, fence.msg_id, fence.read_ct, row, is_final=False)
+def _again(fence: Fence, row: str, verdict: Verdict) -> Settlement:
+    return Settlement(fence.domain, fence.msg_id, fence.read_ct, row, is_final=False, verdict=verdict)
 
 
 def settle(

@@ -176,6 +176,7 @@ class Attempt:
     # Defaults are the class's: an attempt writes only what differs, because one is made for every command.
     started: float | None = None
     started_at = 0.0
+    ran = 0.0  # for how many seconds it ran, once it has ended
     deadline_at = NEVER
     stop: Stop | None = None
     is_lost = False

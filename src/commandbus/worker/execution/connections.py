@@ -137,6 +137,7 @@ class HandlerConnections:
         size: int,
         lent: ConnectionPool[Any] | None = None,
         on_exhausted: Callable[[], None] = lambda: None,
+        on_waited: Callable[[float], None] = lambda _: None,
         on_no_thread: Callable[[str], None] = lambda _: None,
         on_unreachable: Callable[[], None] = lambda: None,
         max_idle: float | None = None,
@@ -148,6 +149,7 @@ class HandlerConnections:
         self._size = size
         self._lent = lent
         self._on_exhausted = on_exhausted
+        self._on_waited = on_waited
         self._on_no_thread = on_no_thread
         self._on_unreachable = on_unreachable
         self._on_session = on_session  # told the session's pid and start, and 0 when the connection is back
@@ -175,12 +177,13 @@ class HandlerConnections:
         statement of a transaction that keeps its snapshot. `one`: it is for one transaction, which is watched.
         """
         _refuse_fenced(attempt)
-        pool = self._pool()
+        pool, asked_at = self._pool(), monotonic()
         try:
             conn = pool.getconn(self._wait(attempt, deadline_at))
         except PoolTimeout:
             self._on_exhausted()
             raise
+        self._on_waited(monotonic() - asked_at)
         habits = Habits(conn)
         before: Remembered | None = None
         borrowed = self._lend(attempt, conn)
@@ -231,12 +234,13 @@ class HandlerConnections:
     ) -> AsyncIterator[AsyncConnection[Any]]:
         """The same for an async handler."""
         _refuse_fenced(attempt)
-        pool = self._pool()
+        pool, asked_at = self._pool(), monotonic()
         try:
             conn = await self._get_without_blocking(attempt, pool, self._wait(attempt, deadline_at))
         except PoolTimeout:
             self._on_exhausted()
             raise
+        self._on_waited(monotonic() - asked_at)
         habits = Habits(conn)
         before: Remembered | None = None
         borrowed = self._lend(attempt, conn)
