@@ -57,14 +57,18 @@ class Visit:
             "POST", path, urlencode(fields), {"Content-Type": "application/x-www-form-urlencoded", **named}
         )
 
-    def post_json(self, path: str, document: object) -> Answer:
-        return self._ask("POST", path, json.dumps(document), {"Content-Type": "application/json"})
+    def post_json(self, path: str, document: object, **headers: str) -> Answer:
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        return self._ask("POST", path, json.dumps(document), {"Content-Type": "application/json", **named})
 
     def act(self, name: str, page: str, **fields: str) -> Answer:
         """As a browser does it: the mark is that of a form on the page."""
+        return self.post(f"/actions/{name}", {"mark": self.mark(page), "back": page, **fields})
+
+    def mark(self, page: str) -> str:
         mark = MARK.search(self.get(page).text)
         assert mark is not None, f"no form on {page}"
-        return self.post(f"/actions/{name}", {"mark": mark[1], "back": page, **fields})
+        return mark[1]
 
 
 Serve = Callable[..., Visit]

@@ -15,6 +15,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, RedirectResponse, Response
 from psycopg_pool import PoolTimeout
+from starlette.exceptions import HTTPException
 from starlette.staticfiles import StaticFiles
 
 from commandbus.errors import CommandBusError, CommandNotFoundError, InvalidOperationError
@@ -29,6 +30,7 @@ from commandbus.web.pages import page_routes
 logger = safe_logger("commandbus.console")
 
 LARGEST_FORM: Final = 2_000_000
+LARGEST_ANSWER: Final = 8_000_000
 _FREE: Final = ("/static/", "/health/", "/sign-in")  # no visitor needed
 _SAFE_HEADERS: Final = {
     "Content-Security-Policy": "default-src 'none'; style-src 'self'; script-src 'self'; img-src 'self'; "
@@ -75,10 +77,19 @@ def _add_guard(app: FastAPI, console: Console) -> None:
         if visitor is None and not path.startswith(_FREE):
             response = _stranger(request, console, path)
         else:
-            response = await call_next(request)
+            response = _bounded(path, await call_next(request))
         for name, value in _SAFE_HEADERS.items():
             response.headers.setdefault(name, value)
         return response
+
+
+def _bounded(path: str, response: Response) -> Response:
+    """No answer of the API is larger than a program expects."""
+    size = int(response.headers.get("content-length", 0))
+    if not path.startswith("/api/") or size <= LARGEST_ANSWER:
+        return response
+    text = f"the answer would have {size} bytes, and at most {LARGEST_ANSWER} are sent: ask for fewer (limit=10)"
+    return JSONResponse({"error": text}, status_code=400)
 
 
 def _stranger(request: Request, console: Console, path: str) -> Response:
@@ -183,6 +194,13 @@ def _add_errors(app: FastAPI, console: Console) -> None:
         return answer(
             request, code, "This cannot be done" if request.method == "POST" else "Not found", str(error)
         )
+
+    @app.exception_handler(HTTPException)
+    async def no_route(request: Request, error: HTTPException) -> Response:
+        text = "This console has no such page." if error.detail == "Not Found" else f"{error.detail}."
+        response = answer(request, error.status_code, error.detail, text)
+        response.headers.update(error.headers or {})
+        return response
 
     @app.exception_handler(RequestValidationError)
     async def malformed(request: Request, error: RequestValidationError) -> Response:

@@ -7,6 +7,7 @@ from typing import Final
 from fastapi import APIRouter
 
 from commandbus.web.api import actions, commands, controls, fleet, groups
+from commandbus.web.api.problems import PROBLEMS
 from commandbus.web.console import Console
 
 _MODULES: Final = (
@@ -20,7 +21,7 @@ _MODULES: Final = (
 
 def api_routes(console: Console) -> APIRouter:
     """The routes of the API."""
-    router = APIRouter(prefix="/api")
+    router = APIRouter(prefix="/api", responses=PROBLEMS)
     for module in _MODULES:
         module.add_routes(router, console)
     return router

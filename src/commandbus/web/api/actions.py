@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter, HTTPException, Request
+from typing import Annotated
+
+from fastapi import APIRouter, HTTPException, Path, Request
 from pydantic import BaseModel, Field
 
 from commandbus.errors import CommandNotFoundError
 from commandbus.web.access import Visitor
 from commandbus.web.actions import ACTIONS, LONGEST_FIELD
 from commandbus.web.console import Console
+
+ActionName = Annotated[str, Path(json_schema_extra={"enum": sorted(ACTIONS)})]
 
 
 class ActionIn(BaseModel):
@@ -33,7 +37,7 @@ def add_routes(router: APIRouter, console: Console) -> None:
         return {name: list(action.fields) for name, action in ACTIONS.items()}
 
     @router.post("/actions/{name}")
-    async def act(request: Request, name: str, given: ActionIn) -> Done:
+    async def act(request: Request, name: ActionName, given: ActionIn) -> Done:
         """Do something, as an operator. The audit trail names the visitor."""
         visitor: Visitor = request.state.visitor
         if not visitor.may_act or not console.access.is_ours(request, visitor, request.headers.get("x-mark", "")):

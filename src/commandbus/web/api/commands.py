@@ -6,16 +6,42 @@ from datetime import UTC, datetime
 from typing import Annotated
 
 from fastapi import APIRouter, Query
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict
 
 from commandbus.errors import CommandNotFoundError
 from commandbus.flow.commands.history import AttemptRecord, StuckAttempt
 from commandbus.flow.commands.inspect import RejectedMessage
-from commandbus.model.command import AuditEntry, CommandRecord, TsqEntry
+from commandbus.model.command import AuditEntry, CommandRecord, CommandStatus, TsqEntry
 from commandbus.model.page import Page
 from commandbus.web.api.parameters import Cursor, Domain, Id, Limit
 from commandbus.web.console import Console
 from commandbus.web.search import read_search
+
+
+class CommandRow(BaseModel):
+    """A command in a list: without data, result and headers, which may have a megabyte each. `/api/command` has
+    them."""
+
+    model_config = ConfigDict(from_attributes=True)
+
+    domain: str
+    command_id: str
+    command_type: str
+    status: CommandStatus
+    priority: str
+    correlation_id: str | None
+    batch_id: str | None
+    attempts: int
+    max_attempts: int | None
+    created_at: datetime
+    started_at: datetime | None
+    finished_at: datetime | None
+    worker: str | None
+    waiting_for: str | None
+    waiting_text: str | None
+    error_type: str | None
+    error_code: str | None
+    error: str | None
 
 
 class CommandOut(BaseModel):
@@ -33,10 +59,11 @@ def add_routes(router: APIRouter, console: Console) -> None:
     @router.get("/commands")
     async def commands(
         search: Annotated[str, Query(max_length=1000)] = "", limit: Limit = 50, cursor: Cursor = None
-    ) -> Page[CommandRecord]:
+    ) -> Page[CommandRow]:
         """A page of commands, newest first. `search` is what the search box takes, without an id alone."""
         wanted = read_search(search, now=datetime.now(UTC)).query
-        return await bus.query_commands(wanted, limit=limit, cursor=cursor)
+        found = await bus.query_commands(wanted, limit=limit, cursor=cursor)
+        return Page([CommandRow.model_validate(item) for item in found], found.next_cursor)
 
     @router.get("/command")
     async def command(domain: Domain, id: Id) -> CommandOut:  # noqa: A002 - the link's own name
