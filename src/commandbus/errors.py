@@ -255,7 +255,7 @@ class CommandFailedError(CallError):
 
 
 class CommandCanceledError(CallError):
-    """The command that was called was canceled; `reason` says by whom and why, if that is known."""
+    """The command that was called was canceled; `reason` says who canceled it and why, if that is known."""
 
     def __init__(self, domain: str, command_id: str, reason: str | None) -> None:
         why = "" if reason is None else f": {reason}"

@@ -1,7 +1,7 @@
 """A logger for threads that must survive an error in logging, and for text that came from outside.
 
-A handler or filter of the application may raise (a closed socket, a bug), and `logging` passes that on to whoever
-logs. The threads on which every lease and deadline depends say what they have to say, and go on.
+A handler or filter of the application may raise (a closed socket, a bug), and `logging` passes that on to the code
+that logs. The threads on which every lease and deadline depends say what they have to say, and go on.
 
 What is logged names ids, types and error texts that strangers chose, and the application's own formatter writes
 them as they are. So arguments, extras and tracebacks leave here escaped (`model/safe_text.py`): no text can fake

@@ -57,8 +57,8 @@ class Shop:
         self.worker = Worker(handlers, settings=quick_settings(database))
 
     def ship(self, command, ctx):
-        if (gate := self.held.get(command.command_id)) is not None:
-            while not gate.wait(0.02):
+        if (go_on := self.held.get(command.command_id)) is not None:
+            while not go_on.wait(0.02):
                 ctx.raise_if_canceled()
         if command.command_id in self.fails:
             raise BusinessRuleException("sold\n\x1bout", code="SOLD_OUT")
@@ -491,8 +491,8 @@ def test_watch_on_a_terminal_redraws_a_bar(orders, bus, make, shop, database):
         gates["c0"].set()
         terminal.read_until(r"\r\[#{9,10}-{29,31}\]   25%  1/4  [\d.]+/s  ETA \S+  1 failed")
         assert "\n" not in terminal.seen
-        for gate in gates.values():
-            gate.set()
+        for go_on in gates.values():
+            go_on.set()
         terminal.read_until("is COMPLETED_WITH_FAILURES")
         assert terminal.end() == ExitCode.NO
     drawn, ending = terminal.seen.rstrip().split("\r\n")

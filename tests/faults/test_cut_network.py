@@ -125,7 +125,7 @@ def test_a_worker_that_fell_silent_is_replaced_and_its_late_writes_are_refused(
 
     Cut off, it gives its attempts up by its own clock. Whatever they do later, nothing of it lands.
     """
-    gate = threading.Event()
+    go_on = threading.Event()
     written: list[str] = []
     fenced: list[BaseException] = []
     slow = HandlerRegistry()
@@ -135,7 +135,7 @@ def test_a_worker_that_fell_silent_is_replaced_and_its_late_writes_are_refused(
             async with either(ctx.transaction()) as tx:
                 await done(tx.execute(INSERT, (command.command_id, ctx.attempt_number)))
                 written.append(command.command_id)
-                await opened(gate)
+                await opened(go_on)
         except BaseException as error:
             fenced.append(error)
             raise
@@ -151,7 +151,7 @@ def test_a_worker_that_fell_silent_is_replaced_and_its_late_writes_are_refused(
     finished = ledger(db)
     assert [each for each, _ in finished] == ids, "one after the other: nobody knows why they were lost"
     proxy.hearing.set()
-    gate.set()
+    go_on.set()
     until(lambda: len(fenced) == 4)
     report = silent.stop()
     assert (report.is_clean, report.abandoned) == (True, 0)
@@ -333,12 +333,12 @@ def test_what_a_claim_took_whose_answer_was_lost_is_given_back_at_once(
 def test_outcomes_that_could_not_be_written_are_reported(
     bus: CommandBus, db: Db, start_worker: StartWorker, proxy: Proxy, through: str
 ) -> None:
-    started, gate = threading.Event(), threading.Event()
+    started, go_on = threading.Event(), threading.Event()
     handlers = HandlerRegistry()
 
     async def work(command: Any, ctx: Any) -> None:
         started.set()
-        await opened(gate)
+        await opened(go_on)
 
     add(handlers, "sync", "work", work)
     bus.send("orders", "work", command_id="c")
@@ -346,7 +346,7 @@ def test_outcomes_that_could_not_be_written_are_reported(
     assert started.wait(10)
     proxy.is_refusing = True
     proxy.cut()
-    gate.set()
+    go_on.set()
     began = time.monotonic()
     report = worker.stop(wait=2)
     assert time.monotonic() - began < 3

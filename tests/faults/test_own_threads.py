@@ -385,7 +385,7 @@ def test_a_thread_that_is_blocked_is_named(
 def test_a_thread_that_has_just_heard_is_not_named(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It waited for the answer for longer than a thread may stand still, and goes on in the same round."""
     monkeypatch.setattr("commandbus.db.service.STILL_SECONDS", 1.0)
-    heard, gate = threading.Event(), threading.Event()
+    heard, go_on = threading.Event(), threading.Event()
 
     @operation(atomic=False)
     def slow() -> Steps[None]:
@@ -395,7 +395,7 @@ def test_a_thread_that_has_just_heard_is_not_named(database: str, monkeypatch: p
         def round(self) -> None:
             self._connection.run(slow())
             heard.set()
-            gate.wait(20)
+            go_on.wait(20)
 
     service = Slow(Settings(database_url=database), name="test", part="slow")
     service.start()
@@ -405,7 +405,7 @@ def test_a_thread_that_has_just_heard_is_not_named(database: str, monkeypatch: p
         until(lambda: service.trouble is not None)
         assert "the slow has not moved for" in str(service.trouble)
     finally:
-        gate.set()
+        go_on.set()
         service.stop(10)
 
 

@@ -501,7 +501,7 @@ with bus.limit("docai", wait=20):
         except LimitTimeoutError:
             print("refused", flush=True)
         with bus.limit("gpu", wait=10):
-            print("own gate", flush=True)
+            print("own client", flush=True)
         bus.close()
         os._exit(0)
     os.waitpid(pid, 0)
@@ -520,7 +520,7 @@ def test_a_forked_child_has_a_limit_client_of_its_own_and_leaves_its_parents_per
     process = program(FORKED, database)
     out, _ = process.communicate(timeout=40)
     assert process.returncode == 0
-    assert out.decode().split("\n")[:4] == ["refused", "own gate", "still 1", "again"]
+    assert out.decode().split("\n")[:4] == ["refused", "own client", "still 1", "again"]
     until(lambda: holders(db) == {})
 
 

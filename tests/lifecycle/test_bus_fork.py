@@ -78,8 +78,8 @@ def sessions(bus: CommandBus) -> set[int]:
 
 @pytest.mark.usefixtures("worker")
 def test_parent_and_children_each_have_connections_of_their_own(database: str, bus: CommandBus) -> None:
-    """Pool, listener and gate were all in use before the fork. Each process sends, calls and takes places after
-    it, and the parent's sessions outlive the children, who close their bus."""
+    """Pool, listener and limit client were all in use before the fork. Each process sends, calls and takes places
+    after it, and the parent's sessions outlive the children, who close their bus."""
     said = run(
         """
         bus = CommandBus(url)

@@ -55,10 +55,10 @@ def caller(request: pytest.FixtureRequest, database: str, bus: CommandBus) -> It
 
 
 @pytest.fixture
-def gate() -> Iterator[threading.Event]:
-    gate = threading.Event()
-    yield gate
-    gate.set()
+def go_on() -> Iterator[threading.Event]:
+    go_on = threading.Event()
+    yield go_on
+    go_on.set()
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ def ran() -> list[str]:
 
 
 @pytest.fixture
-def handlers(gate: threading.Event, ran: list[str]) -> HandlerRegistry:
+def handlers(go_on: threading.Event, ran: list[str]) -> HandlerRegistry:
     handlers = HandlerRegistry()
 
     @handlers.handler("orders", "echo")
@@ -81,7 +81,7 @@ def handlers(gate: threading.Event, ran: list[str]) -> HandlerRegistry:
 
     @handlers.handler("orders", "give_up")
     def give_up(command: Any, ctx: Any) -> Any:
-        if not gate.is_set():
+        if not go_on.is_set():
             raise PermanentCommandError("the label is torn", code="TORN")
         return "mended"
 
@@ -93,7 +93,7 @@ def handlers(gate: threading.Event, ran: list[str]) -> HandlerRegistry:
     @handlers.handler("orders", "wait")
     def wait(command: Any, ctx: Any) -> Any:
         ran.append(command.command_id)
-        while not gate.is_set():
+        while not go_on.is_set():
             ctx.sleep(0.01)
         return command.data
 
@@ -168,13 +168,13 @@ def test_attempts_that_are_tried_again_are_not_outcomes(caller: Caller, start: A
 
 
 def test_after_the_operator_the_same_call_waits_for_the_outcome(
-    caller: Caller, bus: CommandBus, start: Any, gate: threading.Event
+    caller: Caller, bus: CommandBus, start: Any, go_on: threading.Event
 ) -> None:
     start()
     for command_id in ("retried", "completed", "canceled"):
         with pytest.raises(CommandInTroubleshootingError):
             caller.call("orders", "give_up", command_id=command_id).result()
-    gate.set()
+    go_on.set()
     tsq = TroubleshootingQueue(bus)
     tsq.operator_retry("orders", "retried", operator="kim")
     tsq.operator_complete("orders", "completed", {"by": "hand"}, operator="kim")
@@ -219,13 +219,13 @@ def test_a_timeout_leaves_the_command_and_can_be_followed_by_the_same_call(
 
 
 def test_calls_with_one_command_id_share_its_outcome(
-    caller: Caller, database: str, start: Any, gate: threading.Event, ran: list[str]
+    caller: Caller, database: str, start: Any, go_on: threading.Event, ran: list[str]
 ) -> None:
     start()
     with caller_of("sync", database) as other:
         waiting = [it.call("orders", "wait", {"n": 1}, command_id="o-1") for it in (caller, caller, other)]
         until(lambda: ran)
-        gate.set()
+        go_on.set()
         assert [each.result() for each in waiting] == [{"n": 1}] * 3
     assert caller.call("orders", "wait", {"n": 1}, command_id="o-1").result() == {"n": 1}
     assert ran == ["o-1"]

@@ -60,26 +60,26 @@ def caller(driver: str, database: str, bus: CommandBus) -> Iterator[Caller]:
 
 
 @pytest.fixture
-def gate() -> Iterator[threading.Event]:
-    gate = threading.Event()
-    yield gate
-    gate.set()
+def go_on() -> Iterator[threading.Event]:
+    go_on = threading.Event()
+    yield go_on
+    go_on.set()
 
 
 @pytest.fixture
-def worker(database: str, bus: CommandBus, gate: threading.Event) -> Iterator[Worker]:
+def worker(database: str, bus: CommandBus, go_on: threading.Event) -> Iterator[Worker]:
     handlers = HandlerRegistry()
     handlers.register("orders", "echo", lambda command, ctx: command.data)
 
     @handlers.handler("orders", "wait")
     def wait(command: Any, ctx: Any) -> Any:
-        assert gate.wait(20)
+        assert go_on.wait(20)
         return command.data
 
     worker = Worker(handlers, settings=quick_settings(database), name="test")
     worker.start()
     yield worker
-    gate.set()
+    go_on.set()
     worker.stop(wait=4)
 
 
@@ -103,13 +103,13 @@ def threads() -> list[threading.Thread]:
 
 
 def test_it_comes_back_when_its_connection_is_ended(
-    caller: Caller, db: psycopg.Connection[Any], worker: Worker, gate: threading.Event
+    caller: Caller, db: psycopg.Connection[Any], worker: Worker, go_on: threading.Event
 ) -> None:
     waiting = caller.call("orders", "wait", 1)
     first = until_listening(db)
     end(db, first)
     until_listening(db, not_pid=first)
-    gate.set()
+    go_on.set()
     assert waiting.result(SOON) == 1
     assert caller.call("orders", "echo", 2).result(SOON) == 2
 
@@ -118,7 +118,7 @@ def test_an_outcome_that_came_while_it_was_away_is_seen_when_it_is_back(
     caller: Caller,
     db: psycopg.Connection[Any],
     worker: Worker,
-    gate: threading.Event,
+    go_on: threading.Event,
     let_in: Callable[[bool], None],
 ) -> None:
     caller.call("orders", "echo").result(SOON)  # the worker has its connections
@@ -127,7 +127,7 @@ def test_an_outcome_that_came_while_it_was_away_is_seen_when_it_is_back(
     pid = until_listening(db)
     let_in(False)
     end(db, pid)
-    gate.set()
+    go_on.set()
     until_settled(db)
     assert not any(each.done() for each in waiting)
     let_in(True)
@@ -138,7 +138,7 @@ def test_while_it_is_away_a_caller_looks_once_more_when_the_time_is_up(
     caller: Caller,
     db: psycopg.Connection[Any],
     worker: Worker,
-    gate: threading.Event,
+    go_on: threading.Event,
     let_in: Callable[[bool], None],
 ) -> None:
     caller.call("orders", "echo").result(SOON)
@@ -147,7 +147,7 @@ def test_while_it_is_away_a_caller_looks_once_more_when_the_time_is_up(
     pid = until_listening(db)
     let_in(False)
     end(db, pid)
-    gate.set()
+    go_on.set()
     until_settled(db)
     assert waiting.result(SOON) == 1
     assert listeners(db) == 0
@@ -170,13 +170,13 @@ def test_a_server_that_is_away_does_not_hold_up_the_timeout(
 
 
 def test_notifications_of_others_do_no_harm(
-    caller: Caller, db: psycopg.Connection[Any], worker: Worker, gate: threading.Event
+    caller: Caller, db: psycopg.Connection[Any], worker: Worker, go_on: threading.Event
 ) -> None:
     waiting = caller.call("orders", "wait", 1)
     until_listening(db)
     for payload in ("", "nonsense", "1,2,", "²", "-1", "9" * 7000, "99999999999999999999"):
         db.execute("SELECT pg_notify('commandbus_call', %s)", (payload,))
-    gate.set()
+    go_on.set()
     assert waiting.result(SOON) == 1
 
 
@@ -225,7 +225,7 @@ def test_a_bus_without_calls_has_no_listener(caller: Caller, db: psycopg.Connect
 
 
 def test_a_cancelled_task_waits_no_more_and_its_command_goes_on(
-    database: str, db: psycopg.Connection[Any], worker: Worker, gate: threading.Event
+    database: str, db: psycopg.Connection[Any], worker: Worker, go_on: threading.Event
 ) -> None:
     with caller_of("async", database) as caller:
         waiting = caller.call("orders", "wait", 1, command_id="o-1")
@@ -233,7 +233,7 @@ def test_a_cancelled_task_waits_no_more_and_its_command_goes_on(
         listener = caller.bus._listening._listener
         waiting.cancel()
         until(lambda: not listener._waiting)
-        gate.set()
+        go_on.set()
         assert caller.call("orders", "wait", 1, command_id="o-1").result(SOON) == 1
         assert not listener._waiting
         assert not listener._to_look_at

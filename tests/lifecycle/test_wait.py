@@ -61,10 +61,10 @@ def caller(request: pytest.FixtureRequest, database: str, bus: CommandBus) -> It
 
 
 @pytest.fixture
-def gate() -> Iterator[threading.Event]:
-    gate = threading.Event()
-    yield gate
-    gate.set()
+def go_on() -> Iterator[threading.Event]:
+    go_on = threading.Event()
+    yield go_on
+    go_on.set()
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def held() -> threading.Event:
 
 @pytest.fixture
 def start(
-    database: str, bus: CommandBus, gate: threading.Event, held: threading.Event
+    database: str, bus: CommandBus, go_on: threading.Event, held: threading.Event
 ) -> Iterator[Callable[[], Worker]]:
     handlers = HandlerRegistry()
     handlers.register("orders", "echo", lambda command, ctx: command.data)
@@ -90,7 +90,7 @@ def start(
     @handlers.handler("orders", "hold")
     def hold(command: Any, ctx: Any) -> Any:
         held.set()
-        assert gate.wait(20)
+        assert go_on.wait(20)
         return command.data
 
     started: list[Worker] = []
@@ -101,7 +101,7 @@ def start(
         return started[-1]
 
     yield start
-    gate.set()
+    go_on.set()
     for worker in started:
         worker.stop(wait=4)
 
@@ -115,7 +115,7 @@ def wait_all(caller: Caller, *args: Any, **kwargs: Any) -> Future[Any]:
 
 
 def test_the_result_of_what_was_sent_before(
-    caller: Caller, db: psycopg.Connection[Any], start: Any, gate: threading.Event, held: threading.Event
+    caller: Caller, db: psycopg.Connection[Any], start: Any, go_on: threading.Event, held: threading.Event
 ) -> None:
     """It waits, it runs, it is done: each time the caller gets the result. The row is not changed."""
     sent = caller.send("orders", "hold", {"n": 1}, command_id="o-1")
@@ -129,7 +129,7 @@ def test_the_result_of_what_was_sent_before(
     assert held.wait(SOON)
     waiting.append(wait(caller, "orders", "o-1"))
     assert not any(each.done() for each in waiting)
-    gate.set()
+    go_on.set()
     assert [each.result(SOON) for each in waiting] == [{"n": 1}] * 4
     assert wait(caller, sent, wait=0).result(SOON) == {"n": 1}
     assert one(db, "SELECT reply_to IS NULL FROM commandbus.command")
@@ -282,14 +282,14 @@ def test_a_command_that_is_removed_meanwhile(caller: Caller, db: psycopg.Connect
 
 
 def test_it_goes_on_after_its_connection_was_ended(
-    caller: Caller, db: psycopg.Connection[Any], start: Any, gate: threading.Event
+    caller: Caller, db: psycopg.Connection[Any], start: Any, go_on: threading.Event
 ) -> None:
     start()
     waiting = wait_all(caller, [caller.send("orders", "hold", n) for n in range(3)])
     first = until_listening(db)
     assert one(db, "SELECT pg_terminate_backend(%s, 10000)", first)
     until_listening(db, not_pid=first)
-    gate.set()
+    go_on.set()
     assert [each.result for each in waiting.result(SOON)] == [0, 1, 2]
 
 

@@ -27,7 +27,7 @@ from commandbus.processes.manager import check_manager, check_new
 from commandbus.processes.messages import Message
 from commandbus.processes.saga import Part
 from commandbus.worker.process_messages import _answer
-from support.engine_desk import TX, Desk, Plain
+from support.engine_harness import TX, Harness, Plain
 
 
 @pytest.mark.parametrize(
@@ -111,29 +111,29 @@ def test_a_manager_that_cannot_be_registered_is_refused(manager: object, complai
 )
 @pytest.mark.parametrize("method", ["first_step", "next_step"])
 def test_a_manager_that_names_no_steps_is_told_so(method: str, following: object) -> None:
-    desk = Desk(Plain(**{method: lambda *_: following}))
+    harness = Harness(Plain(**{method: lambda *_: following}))
     if method == "next_step":
-        desk.start()
-    before = copy.deepcopy(desk.view)
+        harness.start()
+    before = copy.deepcopy(harness.view)
     with pytest.raises(PermanentCommandError, match=r"Plain returned .* as the next step") as caught:
-        desk.reply(1) if method == "next_step" else desk.start()
+        harness.reply(1) if method == "next_step" else harness.start()
     assert caught.value.code == "INVALID_STEP"
-    assert desk.view == before
+    assert harness.view == before
 
 
 @pytest.mark.parametrize("built", [None, "a", {"domain": "d"}, ("d", "a"), StepCommand])
 def test_a_manager_that_builds_no_command_is_told_so(built: object) -> None:
     with pytest.raises(PermanentCommandError, match=r"Plain.build_command\('a'\) must return a StepCommand"):
-        Desk(Plain(build_command=lambda *_: built)).start()
+        Harness(Plain(build_command=lambda *_: built)).start()
 
 
 def test_a_manager_that_compensates_with_nonsense_is_told_so() -> None:
-    desk = Desk(Plain(compensation=lambda *_: "undo"))
-    desk.start()
-    desk.answer("a")
+    harness = Harness(Plain(compensation=lambda *_: "undo"))
+    harness.start()
+    harness.answer("a")
     with pytest.raises(PermanentCommandError, match=r"Plain.compensation\('a'\) must return a StepCommand"):
-        desk.answer("b", "FAILED")
-    assert desk.sent() == ["b"]
+        harness.answer("b", "FAILED")
+    assert harness.sent() == ["b"]
 
 
 @pytest.mark.parametrize("method", ["first_step", "build_command", "next_step"])
@@ -198,7 +198,7 @@ def test_a_stop_iteration_of_the_managers_code_is_an_error_and_no_end(method: st
     def stops(*_: Any) -> Any:
         raise StopIteration("the code's own")
 
-    desk = Desk(Plain(**{method: stops}))
-    view = copy.deepcopy(desk.view)
+    harness = Harness(Plain(**{method: stops}))
+    view = copy.deepcopy(harness.view)
     with pytest.raises(StopIteration, match="the code's own"):
-        _answer(advance(desk.manager, view, Message("start"), TX), None)  # type: ignore[arg-type]
+        _answer(advance(harness.manager, view, Message("start"), TX), None)  # type: ignore[arg-type]

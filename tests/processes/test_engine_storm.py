@@ -24,7 +24,7 @@ from commandbus.processes.manager import ProcessView
 from commandbus.processes.messages import MalformedMessageError, Message, read_message
 from commandbus.processes.moves import Advance
 from commandbus.processes.saga import Branch, Chain, Parallel, Part, Step
-from support.engine_desk import Desk, wide
+from support.engine_harness import Harness, wide
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
@@ -53,18 +53,18 @@ ALMOST = st.fixed_dictionaries(
 @given(data=JSON | ALMOST, started=st.booleans())
 def test_any_json_is_a_message_or_malformed_and_moves_a_process_by_the_rules(data: Any, started: bool) -> None:
     storm = Storm(wide())
-    desk = storm.desk
+    harness = storm.harness
     if started:
-        desk.start()
+        harness.start()
     try:
         message = read_message(data)
     except MalformedMessageError:
         return
-    before = copy.deepcopy(desk.view)
-    made = desk.tell(message)
+    before = copy.deepcopy(harness.view)
+    made = harness.tell(message)
     storm.assert_rules(before, made)
-    assert made.changes or desk.view == before
-    assert json.dumps(dataclasses.asdict(desk.view), default=str)
+    assert made.changes or harness.view == before
+    assert json.dumps(dataclasses.asdict(harness.view), default=str)
 
 
 # --- any saga, any disturbance ----------------------------------------------------------------------------------
@@ -102,7 +102,7 @@ class Storm:
     """Messages in any order, as often as they like."""
 
     def __init__(self, saga: Saga) -> None:
-        self.desk = Desk(saga, {"yes": True, "no": False})
+        self.harness = Harness(saga, {"yes": True, "no": False})
         self.saga = saga
 
     def blow(self, data: st.DataObject) -> None:
@@ -118,37 +118,37 @@ class Storm:
             "retry message",
         ]
         kinds += ["cancel", "retry"]
-        view, before = self.desk.view, copy.deepcopy(self.desk.view)
+        view, before = self.harness.view, copy.deepcopy(self.harness.view)
         kind = data.draw(st.sampled_from(kinds))
         number = data.draw(st.integers(1, len(view.steps) + 1))
         made: Advance | None = None
         if kind == "reply" and view.outstanding:
             one = data.draw(st.sampled_from(view.outstanding))
-            made = self.desk.reply(one.number, data.draw(OUTCOME), {"n": one.number})
+            made = self.harness.reply(one.number, data.draw(OUTCOME), {"n": one.number})
             assert made.changes != view.status.is_final
         elif kind in ("late", "unknown"):
             known = [one.number for one in view.steps if one.status is not StepStatus.SENT]
             number = data.draw(st.sampled_from(known)) if kind == "late" and known else len(view.steps) + 1
-            made = self.desk.reply(number, data.draw(OUTCOME))
+            made = self.harness.reply(number, data.draw(OUTCOME))
             assert made.aside is not None
         elif kind == "deadline" and view.steps:
-            made = self.desk.deadline()
+            made = self.harness.deadline()
         elif kind == "step deadline":
-            made = self.desk.deadline(number)
+            made = self.harness.deadline(number)
         elif kind == "start":
-            made = self.desk.start()
+            made = self.harness.start()
         elif kind == "retry message" and view.steps:
-            made = self.desk.tell(Message("retry"))
+            made = self.harness.tell(Message("retry"))
         elif kind == "cancel" and not view.status.is_final and not view.is_compensating:
-            self.desk.request_cancel()
+            self.harness.request_cancel()
         elif kind == "retry" and view.status is ProcessStatus.FAILED:
-            made = self.desk.retry()
+            made = self.harness.retry()
             assert made.changes
         if made is not None:
             self.assert_rules(before, made)
 
     def assert_rules(self, before: ProcessView[Any], made: Advance) -> None:
-        view = self.desk.view
+        view = self.harness.view
         if before.status.is_final and before.status is not ProcessStatus.FAILED:
             assert view == before, "a finished process never moves"
         if made.aside is not None:
@@ -167,7 +167,7 @@ class Storm:
         self.assert_undone(is_complete=False)
 
     def assert_undone(self, *, is_complete: bool) -> None:
-        view = self.desk.view
+        view = self.harness.view
         undone = [one.undoes for one in sorted(view.steps, key=lambda one: one.closed or 0)
                   if one.undoes is not None and one.status is StepStatus.COMPLETED]  # fmt: skip
         assert all(count == 1 for count in Counter(undone).values()), "each exactly once"
@@ -179,21 +179,21 @@ class Storm:
     def calm(self) -> None:
         """Everything succeeds from now on, and people retry: it comes to its end."""
         for _ in range(100):
-            view, before = self.desk.view, copy.deepcopy(self.desk.view)
+            view, before = self.harness.view, copy.deepcopy(self.harness.view)
             if view.status is ProcessStatus.FAILED:
-                made = self.desk.retry()
+                made = self.harness.retry()
             elif view.status.is_final:
                 break
             elif view.outstanding:
-                made = self.desk.reply(view.outstanding[0].number)
+                made = self.harness.reply(view.outstanding[0].number)
             else:
-                made = self.desk.start()
+                made = self.harness.start()
             assert made.changes
             self.assert_rules(before, made)
 
     def assert_ended(self) -> None:
         """Either every step was done, or every step that was done is undone."""
-        view = self.desk.view
+        view = self.harness.view
         if view.status is ProcessStatus.COMPLETED:
             assert not any(one.undoes for one in view.steps)
             assert view.cancel is None
@@ -203,7 +203,7 @@ class Storm:
             assert view.status in (ProcessStatus.COMPENSATED, ProcessStatus.CANCELED)
             assert (view.status is ProcessStatus.CANCELED) == (view.cancel is not None)
             self.assert_undone(is_complete=True)
-        _assert_order(self.saga._whole, self.desk.log)
+        _assert_order(self.saga._whole, self.harness.log)
 
 
 OUTCOME = st.sampled_from(["SUCCESS", "SUCCESS", "FAILED", "CANCELED"])

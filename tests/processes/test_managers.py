@@ -354,7 +354,7 @@ def test_code_that_fails_and_is_tried_again_says_so(bus: CommandBus, database: s
 def test_a_batch_of_processes_is_in_progress_when_one_has_begun(bus: CommandBus, database: str) -> None:
     lab = Lab(bus)
     lab.handlers.register_process(BARE)
-    gate = lab.world.held["reserve"] = threading.Event()
+    go_on = lab.world.held["reserve"] = threading.Event()
     with Worker(lab.handlers, settings=quick_settings(database)):
         bus.create_process_batch(BARE, [{"data": {}}] * 2, batch_id="b1")
         until(lambda: (found := bus.get_batch("processes", "b1")) and found.running == 2)
@@ -362,7 +362,7 @@ def test_a_batch_of_processes_is_in_progress_when_one_has_begun(bus: CommandBus,
         assert found is not None
         assert found.status == "IN_PROGRESS"
         assert [item.batch_id for item in bus.query_batches(status="IN_PROGRESS")] == ["b1"]
-        gate.set()
+        go_on.set()
         until(lambda: (found := bus.get_batch("processes", "b1")) and found.status == "COMPLETED")
 
 

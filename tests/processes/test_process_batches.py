@@ -33,7 +33,7 @@ from commandbus.model.outcome import judge_failure
 from commandbus.model.retry import RetryPolicy
 from commandbus.worker.execution.attempt import Attempt
 from commandbus.worker.process_messages import handler_of
-from support.by_hand import Desk
+from support.by_hand import Harness
 from support.sagas import Lab
 from support.waiting import one, until
 from support.workers import quick_settings
@@ -60,10 +60,10 @@ class Async(BaseProcessManager[dict[str, Any]]):
 
 
 @pytest.fixture
-def desk(database: str) -> Iterator[Desk]:
-    desk = Desk(database)
-    yield desk
-    desk.close()
+def harness(database: str) -> Iterator[Harness]:
+    harness = Harness(database)
+    yield harness
+    harness.close()
 
 
 def take(bus: CommandBus, domain: str) -> list[Attempt]:
@@ -74,22 +74,22 @@ def take(bus: CommandBus, domain: str) -> list[Attempt]:
     return [Attempt(domain, tuple(row), None, 0.0) for row in sorted(rows)]
 
 
-def up_to_the_last_message(bus: CommandBus, desk: Desk) -> tuple[int, Attempt]:
+def up_to_the_last_message(bus: CommandBus, harness: Harness) -> tuple[int, Attempt]:
     """A batch of one process, and the message that ends it."""
     made = bus.create_process_batch(ONE, [{"data": {}}], batch_id="b", on_complete=OnComplete("orders", "Done"))
     for message in take(bus, "processes"):
-        desk.handle(handler_of(ONE), "w", message)
+        harness.handle(handler_of(ONE), "w", message)
     bus.run(settle("orders", "w", [attempt.complete(None) for attempt in take(bus, "orders")]))
     (last,) = take(bus, "processes")
     return made.id, last
 
 
-def test_who_folds_waits_for_who_is_folding(bus: CommandBus, db: Db, desk: Desk) -> None:
+def test_who_folds_waits_for_who_is_folding(bus: CommandBus, db: Db, harness: Harness) -> None:
     """The process ends whoever holds its batch, and the batch with it as soon as that one is done."""
-    _, last = up_to_the_last_message(bus, desk)
+    _, last = up_to_the_last_message(bus, harness)
     with psycopg.connect(db.info.dsn) as conn:
         conn.execute("SELECT FROM commandbus.batch FOR NO KEY UPDATE")
-        thread = threading.Thread(target=desk.handle, args=(handler_of(ONE), "w", last))
+        thread = threading.Thread(target=harness.handle, args=(handler_of(ONE), "w", last))
         thread.start()
         until(lambda: one(db, "SELECT status FROM commandbus.process") == "COMPLETED")
         conn.rollback()
@@ -100,11 +100,11 @@ def test_who_folds_waits_for_who_is_folding(bus: CommandBus, db: Db, desk: Desk)
     assert one(db, "SELECT count(*) FROM commandbus.command WHERE command_type = 'Done'") == 1
 
 
-def test_a_batch_that_stays_locked_is_left_to_the_sweep(bus: CommandBus, db: Db, desk: Desk) -> None:
-    id_, last = up_to_the_last_message(bus, desk)
+def test_a_batch_that_stays_locked_is_left_to_the_sweep(bus: CommandBus, db: Db, harness: Harness) -> None:
+    id_, last = up_to_the_last_message(bus, harness)
     with psycopg.connect(db.info.dsn) as conn:
         conn.execute("SELECT FROM commandbus.batch FOR NO KEY UPDATE")
-        desk.handle(handler_of(ONE), "w", last)
+        harness.handle(handler_of(ONE), "w", last)
         assert one(db, "SELECT status FROM commandbus.process") == "COMPLETED"
         conn.rollback()
     assert bus.run(leftovers()).to_fold == [id_]
@@ -192,39 +192,41 @@ def test_a_process_of_a_cancelled_batch_that_is_retried_is_not_cancelled_again(
     assert bus.run(leftovers()).to_cancel == []
 
 
-def handle_all(bus: CommandBus, desk: Desk) -> None:
+def handle_all(bus: CommandBus, harness: Harness) -> None:
     """All messages that wait now, of processes of both types."""
     handlers = {manager.process_type: handler_of(manager) for manager in (ONE, LATER)}
     for message in take(bus, "processes"):
-        desk.handle(handlers[message.command().command_type], "w", message)
+        harness.handle(handlers[message.command().command_type], "w", message)
 
 
-def one_has_failed_and_one_waits(bus: CommandBus, desk: Desk) -> None:
+def one_has_failed_and_one_waits(bus: CommandBus, harness: Harness) -> None:
     """A closed batch of two processes; no worker runs, so nobody sweeps."""
     bus.create_process_batch(ONE, [{"data": {}, "process_id": "bad"}], batch_id="b", is_open=True)
     bus.add_processes_to_batch(LATER, "b", [{"data": {}, "process_id": "good"}])
     bus.close_batch("processes", "b")
-    handle_all(bus, desk)
+    handle_all(bus, harness)
     (attempt,) = take(bus, "orders")
     judgement = judge_failure(BusinessRuleException("no"), charge=1, policy=RetryPolicy(), max_attempts=1)
     bus.run(settle("orders", "w", [attempt.fail(judgement)]))
-    handle_all(bus, desk)
+    handle_all(bus, harness)
     statuses = {record.process_id: record.status.value for record in bus.query_processes(batch_id="b")}
     assert statuses == {"bad": "FAILED", "good": "WAITING_FOR_REPLY"}
 
 
-def canceled_by_who_died(bus: CommandBus, db: Db, desk: Desk) -> Canceling:
+def canceled_by_who_died(bus: CommandBus, db: Db, harness: Harness) -> Canceling:
     """The batch has ended CANCELED, and nobody has noted that its cancellation is done."""
-    one_has_failed_and_one_waits(bus, desk)
+    one_has_failed_and_one_waits(bus, harness)
     canceling: Canceling = bus.run(mark("processes", "b", CANCEL))
     bus.follow(process_batch.cancel_members(canceling.id, "processes", CANCEL))
-    handle_all(bus, desk)
+    handle_all(bus, harness)
     assert one(db, "SELECT status FROM commandbus.batch WHERE cancel ->> 'done' IS NULL") == "CANCELED"
     return canceling
 
 
-def test_a_retried_member_is_swept_only_if_somebody_cancels_again(bus: CommandBus, db: Db, desk: Desk) -> None:
-    canceling = canceled_by_who_died(bus, db, desk)
+def test_a_retried_member_is_swept_only_if_somebody_cancels_again(
+    bus: CommandBus, db: Db, harness: Harness
+) -> None:
+    canceling = canceled_by_who_died(bus, db, harness)
     bus.retry_process("processes", "bad", operator="bob")
     assert one(db, "SELECT finished_at IS NULL FROM commandbus.batch"), "it can be swept again"
     assert bus.run(leftovers()).to_cancel == []
@@ -238,20 +240,20 @@ def test_a_retried_member_is_swept_only_if_somebody_cancels_again(bus: CommandBu
 
 
 def test_members_that_nobody_has_cancelled_yet_are_swept_though_one_is_retried(
-    bus: CommandBus, db: Db, desk: Desk
+    bus: CommandBus, db: Db, harness: Harness
 ) -> None:
-    one_has_failed_and_one_waits(bus, desk)
+    one_has_failed_and_one_waits(bus, harness)
     canceling = bus.run(mark("processes", "b", CANCEL))
     bus.retry_process("processes", "bad", operator="bob")
     assert bus.run(leftovers()).to_cancel == [canceling]
     bus.follow(resume(canceling))
-    handle_all(bus, desk)
+    handle_all(bus, harness)
     assert one(db, "SELECT status FROM commandbus.process WHERE process_id = 'good'") == "CANCELED"
 
 
-def test_a_member_is_retried_while_somebody_changes_its_batch(bus: CommandBus, db: Db, desk: Desk) -> None:
+def test_a_member_is_retried_while_somebody_changes_its_batch(bus: CommandBus, db: Db, harness: Harness) -> None:
     """It waits for the batch's row, and then finds another version of it."""
-    canceled_by_who_died(bus, db, desk)
+    canceled_by_who_died(bus, db, harness)
     blocked = (
         "SELECT count(*) FROM pg_stat_activity "
         "WHERE datname = current_database() AND %s = ANY (pg_blocking_pids(pid))"

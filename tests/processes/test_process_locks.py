@@ -29,7 +29,7 @@ from commandbus.model.outcome import Judgement, Verdict, judge_failure
 from commandbus.model.retry import RetryPolicy
 from commandbus.worker.execution.attempt import Attempt
 from commandbus.worker.process_messages import handler_of
-from support.by_hand import Desk, Interruption
+from support.by_hand import Harness, Interruption
 from support.waiting import one, until
 
 Db = psycopg.Connection[Any]
@@ -60,7 +60,7 @@ class Lab:
 
     def __init__(self, bus: CommandBus, database: str) -> None:
         self.bus = bus
-        self.desk = Desk(database)
+        self.harness = Harness(database)
         self.tsq = TroubleshootingQueue(bus)
         self.handler = handler_of(WIDE)
 
@@ -86,7 +86,7 @@ class Lab:
         return self.bus.run(settle(attempt.domain, "w", [settlement], waiting=True))
 
     def handle(self, attempt: Attempt, interruption: Interruption | None = None) -> None:
-        self.desk.handle(self.handler, "w", attempt, interruption)
+        self.harness.handle(self.handler, "w", attempt, interruption)
 
     def handle_all(self) -> None:
         while attempts := self.take("processes"):
@@ -118,7 +118,7 @@ class Lab:
 def lab(bus: CommandBus, database: str) -> Iterator[Lab]:
     lab = Lab(bus, database)
     yield lab
-    lab.desk.close()
+    lab.harness.close()
 
 
 @pytest.mark.parametrize("statement", range(1, 16))
@@ -182,7 +182,7 @@ def test_a_doubled_reply_that_is_handled_at_once_is_set_aside(
     db.execute(DOUBLE)
     first, second = lab.take("processes")
     late: list[Attempt] = []
-    impatient = Desk(psycopg.conninfo.make_conninfo(database, options="-c lock_timeout=50"))
+    impatient = Harness(psycopg.conninfo.make_conninfo(database, options="-c lock_timeout=50"))
 
     def meanwhile() -> None:
         try:

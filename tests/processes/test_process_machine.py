@@ -24,6 +24,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, ClassVar
 
 import psycopg
@@ -62,7 +63,7 @@ from commandbus.model.process import MOVES, ProcessStatus
 from commandbus.model.retry import RetryPolicy
 from commandbus.worker.execution.attempt import Attempt
 from commandbus.worker.process_messages import handler_of
-from support.by_hand import Broken, Desk, Interruption
+from support.by_hand import Broken, Harness, Interruption
 from support.running import examples
 
 STEPS, PROCESSES = "orders", "processes"
@@ -214,13 +215,13 @@ SELECT b.batch_id, b.is_open, b.status, b.finished_at IS NOT NULL,
 
 
 class Processes(RuleBasedStateMachine):
-    """The machine. `bus`, `busy` (it does not wait long for locks), `db` and `desk` are set before it runs."""
+    """The machine. `bus`, `busy` (it does not wait long for locks), `db` and `harness` are set before it runs."""
 
     bus: CommandBus
     busy: CommandBus
     db: psycopg.Connection[Any]
-    desk: Desk
-    other_desk: Desk
+    harness: Harness
+    other_harness: Harness
     faults: list[str]
     look: str = LOOK
     unfinished: str = "status <> ALL (%s::text[])"
@@ -362,7 +363,8 @@ class Processes(RuleBasedStateMachine):
         chosen = data.draw(st.permutations(data.draw(st.sampled_from(pairs))))[:2]
         if len(chosen) > 1:
             first, second = chosen
-            self._handle(*first, Interruption(statement, lambda: self._handle(*second, desk=self.other_desk)))
+            then = partial(self._handle, *second, harness=self.other_harness)
+            self._handle(*first, Interruption(statement, then))
 
     @precondition(lambda self: self.messages or self._of(PROCESSES))
     @rule(data=st.data(), statement=st.integers(1, 6))
@@ -399,13 +401,18 @@ class Processes(RuleBasedStateMachine):
             self.bus = bus
 
     def _handle(
-        self, worker: str, attempt: Attempt, interruption: Interruption | None = None, *, desk: Desk | None = None
+        self,
+        worker: str,
+        attempt: Attempt,
+        interruption: Interruption | None = None,
+        *,
+        harness: Harness | None = None,
     ) -> None:
         self._forget(attempt)
         self.saga.fails_at = self.saga.fails_at if interruption is None else None
         try:
             handler = self.handlers[attempt.command().command_type]
-            (desk or self.desk).handle(handler, worker, attempt, interruption)
+            (harness or self.harness).handle(handler, worker, attempt, interruption)
         except (Broken, AttemptFencedError, psycopg.errors.LockNotAvailable, psycopg.errors.DeadlockDetected):
             return
         except (ValueError, PermanentCommandError, BusinessRuleException) as error:
@@ -775,14 +782,21 @@ def machine(database: str) -> Iterator[type[Processes]]:
             bus.create_domain(domain)
         db.execute(PREPARATION)
         db.execute("SET synchronous_commit = off")
-        desks = Desk(database), Desk(impatient)
+        harnesses = Harness(database), Harness(impatient)
         yield type(
             "ProcessesHere",
             (Processes,),
-            {"bus": bus, "busy": busy, "db": db, "desk": desks[0], "other_desk": desks[1], "faults": []},
+            {
+                "bus": bus,
+                "busy": busy,
+                "db": db,
+                "faults": [],
+                "harness": harnesses[0],
+                "other_harness": harnesses[1],
+            },
         )
-        for desk in desks:
-            desk.close()
+        for harness in harnesses:
+            harness.close()
 
 
 @pytest.mark.long

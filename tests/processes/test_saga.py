@@ -84,7 +84,7 @@ def test_the_same_process_again_is_the_same_process(lab: Lab) -> None:
 
 
 def test_parallel_steps_join(lab: Lab) -> None:
-    gate = lab.world.held["label"] = threading.Event()
+    go_on = lab.world.held["label"] = threading.Event()
     lab.bus.start_process(WIDE, {}, process_id="p1")
     lab.until_did("label")
     until(
@@ -92,7 +92,7 @@ def test_parallel_steps_join(lab: Lab) -> None:
     )
     assert lab.process("p1").status == "WAITING_FOR_REPLY"
     assert "ship" not in lab.world.did
-    gate.set()
+    go_on.set()
     lab.until("p1", "COMPLETED")
     assert lab.world.did[-1] == "ship"
 
@@ -150,12 +150,12 @@ def test_a_failed_step_compensates_in_reverse(lab: Lab) -> None:
 
 def test_compensations_are_awaited_one_by_one(lab: Lab) -> None:
     lab.world.fails["ship"] = BusinessRuleException("no truck")
-    gate = lab.world.held["refund"] = threading.Event()
+    go_on = lab.world.held["refund"] = threading.Event()
     lab.bus.start_process(ORDER, {}, process_id="p1")
     lab.until_did("refund")
     assert lab.process("p1").status == "COMPENSATING"
     assert "release" not in lab.world.did
-    gate.set()
+    go_on.set()
     lab.until("p1", "COMPENSATED")
 
 
@@ -202,11 +202,11 @@ def test_a_step_in_the_tsq_is_waited_for_and_retried(lab: Lab, tsq: Troubleshoot
     assert record.waits_for is not None
     assert "card reader is down" in record.waits_for
     assert record.in_tsq == 1
-    gate = lab.world.held["charge"] = threading.Event()
+    go_on = lab.world.held["charge"] = threading.Event()
     del lab.world.fails["charge"]
     tsq.operator_retry("orders", record.steps[1].command_id)
     assert lab.process("p1").status == "WAITING_FOR_REPLY"
-    gate.set()
+    go_on.set()
     assert lab.until("p1", "COMPLETED").in_tsq == 0
 
 
@@ -242,10 +242,10 @@ def test_a_compensation_that_fails_goes_to_the_tsq_and_the_process_says_so(
     assert record.failure is not None
     assert "no truck" in record.failure["message"]
     del lab.world.fails["refund"]
-    gate = lab.world.held["refund"] = threading.Event()
+    go_on = lab.world.held["refund"] = threading.Event()
     tsq.operator_retry("orders", record.steps[-1].command_id)
     assert lab.process("p1").status == "COMPENSATING"
-    gate.set()
+    go_on.set()
     lab.until("p1", "COMPENSATED")
     assert lab.world.did == ["reserve", "charge", "ship", "refund", "refund", "release"]
 
@@ -389,7 +389,7 @@ def send_message(bus: CommandBus, db: psycopg.Connection[Any], data: Any) -> Non
 
 
 def test_a_reply_that_somebody_sends_as_a_command_moves_nothing(lab: Lab, db: psycopg.Connection[Any]) -> None:
-    gate = lab.world.held["charge"] = threading.Event()
+    go_on = lab.world.held["charge"] = threading.Event()
     lab.bus.start_process(ORDER, {}, process_id="p1")
     lab.until_did("charge")
     forged = {"event": "reply", "process": "p1", "step": 1, "reply": {"outcome": "SUCCESS", "result": None}}
@@ -403,19 +403,19 @@ def test_a_reply_that_somebody_sends_as_a_command_moves_nothing(lab: Lab, db: ps
         "somebody sent it as a command: it is not a message of process 'p1'"
     }
     assert "ship" not in lab.world.did
-    gate.set()
+    go_on.set()
     lab.until("p1", "COMPLETED")
 
 
 def test_a_duplicate_of_an_outstanding_steps_reply_counts_once(lab: Lab, db: psycopg.Connection[Any]) -> None:
-    gate = lab.world.held["charge"] = threading.Event()
+    go_on = lab.world.held["charge"] = threading.Event()
     lab.bus.start_process(ORDER, {}, process_id="p1")
     lab.until_did("charge")
     twice = {"event": "reply", "process": "p1", "step": 1, "reply": {"outcome": "FAILED"}}
     send_message(lab.bus, db, twice)
     until(lambda: lab.process("p1").strays)
     assert "was handled before" in lab.process("p1").strays[0].reason
-    gate.set()
+    go_on.set()
     lab.until("p1", "COMPLETED")
 
 
@@ -425,13 +425,13 @@ def test_a_duplicate_of_an_outstanding_steps_reply_counts_once(lab: Lab, db: psy
 def test_processes_move_while_all_slots_are_busy(bus: CommandBus, database: str) -> None:
     """A worker's handlers hold every slot; another worker runs the steps; the first one still moves the
     process."""
-    gate, inside = threading.Event(), threading.Barrier(3)
+    go_on, inside = threading.Event(), threading.Barrier(3)
     busy, steps, world = HandlerRegistry(), HandlerRegistry(), World()
 
     @busy.handler("slow", "hold")
     def hold(command: Any, ctx: Any) -> None:
         inside.wait(10)
-        gate.wait(20)
+        go_on.wait(20)
 
     busy.register_process(ORDER)
     for name in TYPES:
@@ -447,7 +447,7 @@ def test_processes_move_while_all_slots_are_busy(bus: CommandBus, database: str)
             bus.start_process(ORDER, {}, process_id="p1")
             Lab(bus, world).until("p1", "COMPLETED")
         finally:
-            gate.set()
+            go_on.set()
 
 
 def test_an_unknown_domain_is_refused_at_the_start(bus: CommandBus) -> None:

@@ -27,65 +27,65 @@ from commandbus import (
 )
 from commandbus.model.process import NESTED_MOVES, ProcessStatus
 from commandbus.processes.messages import MalformedMessageError, Message, read_message
-from support.engine_desk import Desk, Plain
+from support.engine_harness import Harness, Plain
 
 
 def approved(**options: Any) -> Saga:
     return Saga("t", step("a", "d", undo="undo_a"), wait_for("ok", **options), step("z", "d"))
 
 
-def waiting(saga: Saga) -> Desk:
+def waiting(saga: Saga) -> Harness:
     """A process that waits for its signal."""
-    desk = Desk(saga)
-    desk.start()
-    desk.answer("a")
-    assert desk.sent() == ["ok"]
-    return desk
+    harness = Harness(saga)
+    harness.start()
+    harness.answer("a")
+    assert harness.sent() == ["ok"]
+    return harness
 
 
-def over(desk: Desk, number: int = 2, **details: Any) -> None:
-    desk.tell(Message("deadline", number, details=details))
+def over(harness: Harness, number: int = 2, **details: Any) -> None:
+    harness.tell(Message("deadline", number, details=details))
 
 
 # --- signals ----------------------------------------------------------------------------------------------------
 
 
 def test_a_signal_is_the_result_of_the_step_that_waits_for_it() -> None:
-    desk = waiting(approved())
-    made = desk.signal("ok", {"by": "ann"})
+    harness = waiting(approved())
+    made = harness.signal("ok", {"by": "ann"})
     assert made.taken == {2: 1}
-    assert desk.view.state["ok"] == {"by": "ann"}
-    assert desk.sent() == ["z"]
-    assert desk.view.result_of("ok") == {"by": "ann"}
+    assert harness.view.state["ok"] == {"by": "ann"}
+    assert harness.sent() == ["z"]
+    assert harness.view.result_of("ok") == {"by": "ann"}
 
 
 def test_a_signal_that_comes_first_is_taken_when_the_wait_begins() -> None:
-    desk = Desk(approved(deadline="2d"))
-    early = desk.send_signal("ok", 1)
-    assert desk.tell(early).touches
-    desk.start()
-    made = desk.answer("a")
+    harness = Harness(approved(deadline="2d"))
+    early = harness.send_signal("ok", 1)
+    assert harness.tell(early).touches
+    harness.start()
+    made = harness.answer("a")
     assert made.taken == {2: 1}
-    assert desk.sent() == ["z"]
-    assert desk.tell(early).aside == "a step has taken the signal already"
+    assert harness.sent() == ["z"]
+    assert harness.tell(early).aside == "a step has taken the signal already"
 
 
 def test_signals_of_one_name_are_taken_in_their_order_and_each_once() -> None:
     saga = Saga("t", wait_for("ok", name="first"), wait_for("ok", name="second"), wait_for("ok", name="third"))
-    desk = Desk(saga)
-    messages = [desk.send_signal("ok", n) for n in (1, 2)]
-    desk.start()
-    assert desk.view.state == {"first": 1, "second": 2}
-    assert [desk.tell(message).aside for message in messages] == ["a step has taken the signal already"] * 2
-    desk.signal("ok", 3)
-    assert (desk.status, desk.view.state["third"]) == ("COMPLETED", 3)
+    harness = Harness(saga)
+    messages = [harness.send_signal("ok", n) for n in (1, 2)]
+    harness.start()
+    assert harness.view.state == {"first": 1, "second": 2}
+    assert [harness.tell(message).aside for message in messages] == ["a step has taken the signal already"] * 2
+    harness.signal("ok", 3)
+    assert (harness.status, harness.view.state["third"]) == ("COMPLETED", 3)
 
 
 def test_a_handled_signal_is_not_the_one_that_is_taken_but_the_oldest_is() -> None:
-    desk = waiting(approved())
-    desk.send_signal("ok", "old")
-    desk.tell(desk.send_signal("ok", "new"))
-    assert desk.view.state["ok"] == "old"
+    harness = waiting(approved())
+    harness.send_signal("ok", "old")
+    harness.tell(harness.send_signal("ok", "new"))
+    assert harness.view.state["ok"] == "old"
 
 
 def test_a_thousand_signals_that_came_early_need_no_deep_stack() -> None:
@@ -99,73 +99,73 @@ def test_a_thousand_signals_that_came_early_need_no_deep_stack() -> None:
         def next_step(self, step: str, reply: Any, state: Any) -> Any:
             return "a" if state["n"] < 3000 else None
 
-    desk = Desk(Counting())
+    harness = Harness(Counting())
     for n in range(3000):
-        desk.send_signal("go", n)
-    desk.start()
-    assert (desk.status, desk.view.state) == ("COMPLETED", {"n": 3000})
+        harness.send_signal("go", n)
+    harness.start()
+    assert (harness.status, harness.view.state) == ("COMPLETED", {"n": 3000})
 
 
 def test_parallel_waits_take_one_signal_each() -> None:
     saga = Saga("t", parallel(wait_for("ok", name="x"), wait_for("ok", name="y"), step("a", "d")))
-    desk = Desk(saga)
-    desk.send_signal("ok", 1)
-    desk.start()
-    assert desk.sent() == ["y", "a"]
-    assert desk.signal("other").touches
-    desk.signal("ok", 2)
-    desk.answer("a")
-    assert (desk.status, desk.view.state["x"], desk.view.state["y"]) == ("COMPLETED", 1, 2)
+    harness = Harness(saga)
+    harness.send_signal("ok", 1)
+    harness.start()
+    assert harness.sent() == ["y", "a"]
+    assert harness.signal("other").touches
+    harness.signal("ok", 2)
+    harness.answer("a")
+    assert (harness.status, harness.view.state["x"], harness.view.state["y"]) == ("COMPLETED", 1, 2)
 
 
 def test_without_a_signal_the_step_fails_and_the_process_is_undone() -> None:
-    desk = waiting(approved(deadline="2d"))
-    over(desk)
-    assert desk.sent() == ["-a"]
-    assert desk.view.failure == {
+    harness = waiting(approved(deadline="2d"))
+    over(harness)
+    assert harness.sent() == ["-a"]
+    assert harness.view.failure == {
         "type": "DeadlineExceeded", "code": "DEADLINE_EXCEEDED", "step": "ok",
         "message": "step 2 (ok) failed: no signal 'ok' came in time",
     }  # fmt: skip
-    late = desk.signal("ok")
+    late = harness.signal("ok")
     assert late.aside == "the process is undone: no step will take the signal"
-    desk.drain()
-    assert desk.status == "COMPENSATED"
+    harness.drain()
+    assert harness.status == "COMPENSATED"
 
 
 def test_without_a_signal_it_may_go_on() -> None:
     saga = approved(deadline="2d", on_timeout="continue", otherwise={"by": None})
-    desk = waiting(saga)
-    over(desk, on_timeout="continue", otherwise={"by": None})
-    assert (desk.sent(), desk.view.state["ok"]) == (["z"], {"by": None})
-    assert desk.signal("ok").touches, "it is kept for a later wait"
+    harness = waiting(saga)
+    over(harness, on_timeout="continue", otherwise={"by": None})
+    assert (harness.sent(), harness.view.state["ok"]) == (["z"], {"by": None})
+    assert harness.signal("ok").touches, "it is kept for a later wait"
 
 
 def test_a_signal_that_is_there_wins_over_the_deadline() -> None:
-    desk = waiting(approved(deadline="2d"))
-    message = desk.send_signal("ok", 1)
-    over(desk)
-    assert desk.sent() == ["z"]
-    assert desk.tell(message).aside == "a step has taken the signal already"
-    over(desk)
-    assert desk.sent() == ["z"], "the deadline of a step that has ended"
+    harness = waiting(approved(deadline="2d"))
+    message = harness.send_signal("ok", 1)
+    over(harness)
+    assert harness.sent() == ["z"]
+    assert harness.tell(message).aside == "a step has taken the signal already"
+    over(harness)
+    assert harness.sent() == ["z"], "the deadline of a step that has ended"
 
 
 def test_a_failed_wait_is_begun_again_by_a_retry() -> None:
-    desk = Desk(Saga("t", wait_for("ok", deadline=1)))
-    desk.start()
-    over(desk, 1)
-    assert desk.status == "FAILED"
-    desk.send_signal("ok", 7)
-    desk.retry()
-    assert (desk.status, desk.view.state) == ("COMPLETED", {"ok": 7})
+    harness = Harness(Saga("t", wait_for("ok", deadline=1)))
+    harness.start()
+    over(harness, 1)
+    assert harness.status == "FAILED"
+    harness.send_signal("ok", 7)
+    harness.retry()
+    assert (harness.status, harness.view.state) == ("COMPLETED", {"ok": 7})
 
 
 def test_a_signal_that_came_while_it_was_failed_is_found_by_the_retry() -> None:
-    desk = waiting(approved())
-    desk.view.status = ProcessStatus.FAILED  # somebody ended another message
-    assert desk.signal("ok", 7).aside == "the process is FAILED, and that is final"
-    desk.retry()
-    assert desk.sent() == ["z"]
+    harness = waiting(approved())
+    harness.view.status = ProcessStatus.FAILED  # somebody ended another message
+    assert harness.signal("ok", 7).aside == "the process is FAILED, and that is final"
+    harness.retry()
+    assert harness.sent() == ["z"]
 
 
 def test_a_wait_in_a_branch_and_a_sequence() -> None:
@@ -174,48 +174,50 @@ def test_a_wait_in_a_branch_and_a_sequence() -> None:
         branch(lambda s: s["big"], sequence(sleep("1h"), wait_for("ok")), step("b", "d")),
         step("z", "d"),
     )
-    desk = Desk(saga, {"big": True})
-    desk.start()
-    desk.wake()
-    desk.signal("ok")
-    assert desk.sent() == ["z"]
+    harness = Harness(saga, {"big": True})
+    harness.start()
+    harness.wake()
+    harness.signal("ok")
+    assert harness.sent() == ["z"]
 
 
 # --- sleeps -----------------------------------------------------------------------------------------------------
 
 
 def test_a_sleep_ends_once_and_leaves_nothing_in_the_state() -> None:
-    desk = Desk(Saga("t", sleep(lambda s: s["hours"] * 3600), step("z", "d")), {"hours": 2})
-    made = desk.start()
+    harness = Harness(Saga("t", sleep(lambda s: s["hours"] * 3600), step("z", "d")), {"hours": 2})
+    made = harness.start()
     assert made.sends[0].command == StepSleep(7200)
-    desk.wake()
-    assert (desk.sent(), desk.view.state) == (["z"], {"hours": 2})
-    assert desk.tell(Message("wake", 1)).aside == "step 1 does not sleep any more"
-    assert desk.tell(Message("wake", 2)).aside == "step 2 does not sleep any more"
+    harness.wake()
+    assert (harness.sent(), harness.view.state) == (["z"], {"hours": 2})
+    assert harness.tell(Message("wake", 1)).aside == "step 1 does not sleep any more"
+    assert harness.tell(Message("wake", 2)).aside == "step 2 does not sleep any more"
 
 
 def test_a_canceled_process_stops_waiting_at_once() -> None:
-    desk = Desk(Saga("t", step("a", "d", undo="undo_a"), parallel(sleep("3d"), wait_for("ok"), step("b", "d"))))
-    desk.start()
-    desk.answer("a")
-    desk.request_cancel()
-    made = desk.tell(Message("cancel"))
+    harness = Harness(
+        Saga("t", step("a", "d", undo="undo_a"), parallel(sleep("3d"), wait_for("ok"), step("b", "d")))
+    )
+    harness.start()
+    harness.answer("a")
+    harness.request_cancel()
+    made = harness.tell(Message("cancel"))
     assert [one.name for one, _ in made.cancels] == ["b"]
-    assert desk.sent() == ["b"], "the others have ended"
-    assert desk.view.steps[1].error["message"] == "the process is undone: canceled by ann"  # type: ignore[index]
-    assert desk.tell(Message("cancel")).aside == "the process is being undone already"
-    desk.answer("b", "CANCELED")
-    desk.drain()
-    assert desk.status == "CANCELED"
+    assert harness.sent() == ["b"], "the others have ended"
+    assert harness.view.steps[1].error["message"] == "the process is undone: canceled by ann"  # type: ignore[index]
+    assert harness.tell(Message("cancel")).aside == "the process is being undone already"
+    harness.answer("b", "CANCELED")
+    harness.drain()
+    assert harness.status == "CANCELED"
 
 
 def test_a_step_that_fails_ends_the_waits_beside_it() -> None:
-    desk = Desk(Saga("t", parallel(sleep("3d"), wait_for("ok"), step("b", "d"))))
-    desk.start()
-    desk.answer("b", "FAILED")
-    assert desk.status == "FAILED"
-    desk.retry()
-    assert desk.sent() == ["sleep", "ok", "b"]
+    harness = Harness(Saga("t", parallel(sleep("3d"), wait_for("ok"), step("b", "d"))))
+    harness.start()
+    harness.answer("b", "FAILED")
+    assert harness.status == "FAILED"
+    harness.retry()
+    assert harness.sent() == ["sleep", "ok", "b"]
 
 
 # --- nested processes -------------------------------------------------------------------------------------------
@@ -225,88 +227,88 @@ OUTER = Saga("outer", step("a", "d", undo="undo_a"), nested("in", INNER, deadlin
 
 
 def test_a_nested_process_is_a_step() -> None:
-    desk = Desk(OUTER, {"n": 1})
-    desk.start()
-    made = desk.answer("a", result=5)
+    harness = Harness(OUTER, {"n": 1})
+    harness.start()
+    made = harness.answer("a", result=5)
     assert made.sends[0].command == StepProcess(INNER, {"n": 1, "a": 5}, deadline="1h")
-    assert desk.view.outstanding[0].kind == "process"
-    desk.answer("in", result={"i": 1})
-    assert desk.view.state["in"] == {"i": 1}
-    desk.answer("z", "FAILED")
-    assert desk.sent() == ["-in"]
-    assert desk.look(Message("deadline")).aside is not None
-    desk.drain()
-    assert desk.status == "COMPENSATED"
-    assert desk.log[-3:] == [("undone", "in"), ("undo", "a"), ("undone", "a")]
+    assert harness.view.outstanding[0].kind == "process"
+    harness.answer("in", result={"i": 1})
+    assert harness.view.state["in"] == {"i": 1}
+    harness.answer("z", "FAILED")
+    assert harness.sent() == ["-in"]
+    assert harness.look(Message("deadline")).aside is not None
+    harness.drain()
+    assert harness.status == "COMPENSATED"
+    assert harness.log[-3:] == [("undone", "in"), ("undo", "a"), ("undone", "a")]
 
 
 def test_a_canceled_parent_cancels_its_nested_process_and_waits_for_it() -> None:
-    desk = Desk(OUTER)
-    desk.start()
-    desk.answer("a")
-    desk.request_cancel()
-    made = desk.tell(Message("cancel"))
+    harness = Harness(OUTER)
+    harness.start()
+    harness.answer("a")
+    harness.request_cancel()
+    made = harness.tell(Message("cancel"))
     assert [one.name for one, _ in made.cancels] == ["in"]
-    assert desk.sent() == ["in"], "it undoes its own steps first"
-    desk.answer("in", "CANCELED")
-    assert desk.sent() == ["-a"]
+    assert harness.sent() == ["in"], "it undoes its own steps first"
+    harness.answer("in", "CANCELED")
+    assert harness.sent() == ["-a"]
 
 
 def test_a_nested_process_is_not_undone_if_it_is_said_so() -> None:
-    desk = Desk(Saga("t", nested("in", "inner", undo=False), step("z", "d")))
-    desk.start()
-    desk.answer("in")
-    desk.answer("z", "FAILED")
-    assert desk.status == "FAILED"
+    harness = Harness(Saga("t", nested("in", "inner", undo=False), step("z", "d")))
+    harness.start()
+    harness.answer("in")
+    harness.answer("z", "FAILED")
+    assert harness.status == "FAILED"
 
 
 def test_a_nested_process_is_canceled_by_a_message() -> None:
-    desk = Desk(INNER)
-    desk.view.parent_step = 2
-    desk.tell(Message("cancel", details={"by": "process p", "reason": "why"}))
-    assert (desk.status, desk.hooks) == ("CANCELED", ["on_canceled"])
-    assert desk.view.cancel == {"by": "process p", "reason": "why", "at": None}
-    assert desk.start().aside is not None
+    harness = Harness(INNER)
+    harness.view.parent_step = 2
+    harness.tell(Message("cancel", details={"by": "process p", "reason": "why"}))
+    assert (harness.status, harness.hooks) == ("CANCELED", ["on_canceled"])
+    assert harness.view.cancel == {"by": "process p", "reason": "why", "at": None}
+    assert harness.start().aside is not None
 
 
 def test_a_nested_process_that_completed_is_undone() -> None:
-    desk = Desk(INNER)
-    desk.view.parent_step = 2
-    desk.start()
-    desk.drain()
-    assert desk.status == "COMPLETED"
+    harness = Harness(INNER)
+    harness.view.parent_step = 2
+    harness.start()
+    harness.drain()
+    assert harness.status == "COMPLETED"
     undo = read_message({"event": "undo", "step": 4, "by": "process 'p'"})
-    desk.tell(undo)
-    assert (desk.sent(), desk.view.parent_step) == (["-j"], -4)
-    assert desk.view.failure == {
+    harness.tell(undo)
+    assert (harness.sent(), harness.view.parent_step) == (["-j"], -4)
+    assert harness.view.failure == {
         "type": "ParentUndone", "code": "PARENT_UNDONE",
         "message": "process 'p' is undone, and this nested process with it",
     }  # fmt: skip
-    assert desk.tell(undo).aside is not None
-    desk.answer("j", "CANCELED")
-    assert desk.status == "FAILED", "somebody gave the compensation up"
-    desk.tell(undo)
-    assert desk.sent() == ["-j"]
-    desk.drain()
-    assert (desk.status, desk.hooks[-2:]) == ("COMPENSATED", ["on_failed", "on_compensated"])
-    assert not desk.tell(undo).sends
-    assert desk.status == "COMPENSATED"
+    assert harness.tell(undo).aside is not None
+    harness.answer("j", "CANCELED")
+    assert harness.status == "FAILED", "somebody gave the compensation up"
+    harness.tell(undo)
+    assert harness.sent() == ["-j"]
+    harness.drain()
+    assert (harness.status, harness.hooks[-2:]) == ("COMPENSATED", ["on_failed", "on_compensated"])
+    assert not harness.tell(undo).sends
+    assert harness.status == "COMPENSATED"
 
 
 def test_a_nested_process_without_compensations_counts_as_undone() -> None:
-    desk = Desk(Saga("t", step("a", "d")))
-    desk.view.parent_step = 1
-    desk.start()
-    desk.drain()
-    desk.tell(Message("undo", 3))
-    assert desk.status == "COMPENSATED"
+    harness = Harness(Saga("t", step("a", "d")))
+    harness.view.parent_step = 1
+    harness.start()
+    harness.drain()
+    harness.tell(Message("undo", 3))
+    assert harness.status == "COMPENSATED"
 
 
 def test_a_process_that_is_not_nested_cannot_be_undone() -> None:
-    desk = Desk(INNER)
-    desk.start()
-    desk.drain()
-    assert "only a nested process" in str(desk.tell(Message("undo", 3)).aside)
+    harness = Harness(INNER)
+    harness.start()
+    harness.drain()
+    assert "only a nested process" in str(harness.tell(Message("undo", 3)).aside)
     assert NESTED_MOVES.keys() == {ProcessStatus.COMPLETED, ProcessStatus.FAILED, ProcessStatus.COMPENSATED}
 
 
@@ -351,7 +353,7 @@ def test_parts_that_cannot_be(make: Any, complaint: str) -> None:
 )
 def test_steps_that_cannot_be(command: Any, complaint: str) -> None:
     with pytest.raises(PermanentCommandError, match=complaint) as found:
-        Desk(Plain(build_command=lambda *_: command)).start()
+        Harness(Plain(build_command=lambda *_: command)).start()
     assert found.value.code == "INVALID_STEP"
 
 
@@ -363,11 +365,11 @@ def test_steps_that_cannot_be(command: Any, complaint: str) -> None:
     ],
 )
 def test_compensations_that_cannot_be(command: Any, complaint: str) -> None:
-    desk = Desk(Plain(compensation=lambda *_: command, build_command=lambda *_: StepCommand("d", "x")))
-    desk.start()
-    desk.answer("a")
+    harness = Harness(Plain(compensation=lambda *_: command, build_command=lambda *_: StepCommand("d", "x")))
+    harness.start()
+    harness.answer("a")
     with pytest.raises(PermanentCommandError, match=complaint):
-        desk.answer("b", "FAILED")
+        harness.answer("b", "FAILED")
 
 
 @pytest.mark.parametrize("event", ["wake", "undo", "reply"])

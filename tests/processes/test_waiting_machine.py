@@ -171,7 +171,7 @@ class WaitingProcesses(Processes):
             self._busily(self._signal, name, "ok")
             if is_handled:
                 for worker, attempt in self._claim(PROCESSES, "w2", 3):
-                    self._handle(worker, attempt, desk=self.other_desk)
+                    self._handle(worker, attempt, harness=self.other_harness)
 
         if name in self._processes():
             self._handle(*found, Interruption(statement, come))

@@ -13,7 +13,7 @@ from commandbus.flow.commands.claim import claim
 from commandbus.flow.commands.settle import settle
 from commandbus.worker.execution.attempt import Attempt
 from commandbus.worker.process_messages import handler_of
-from support.by_hand import Broken, Desk, Interruption
+from support.by_hand import Broken, Harness, Interruption
 
 P = "processes"
 STATEMENTS = range(1, 13)  # a move has fewer
@@ -30,7 +30,7 @@ class Hands:
     def __init__(self, bus: CommandBus, database: str) -> None:
         self.bus = bus
         impatient = psycopg.conninfo.make_conninfo(database, options="-c lock_timeout=30")
-        self.desks = [Desk(database), Desk(impatient)]
+        self.harnesses = [Harness(database), Harness(impatient)]
         self.handlers: dict[str, Callable[..., None]] = {
             saga.process_type: handler_of(saga) for saga in (APPROVAL, INNER, OUTER)
         }
@@ -44,15 +44,15 @@ class Hands:
         attempt.started = attempt.row[17] / 1e6
         return attempt
 
-    def handle(self, attempt: Attempt, interruption: Interruption | None = None, *, desk: int = 0) -> None:
+    def handle(self, attempt: Attempt, interruption: Interruption | None = None, *, harness: int = 0) -> None:
         handler = self.handlers[attempt.command().command_type]
-        self.desks[desk].handle(handler, "w", attempt, interruption)
+        self.harnesses[harness].handle(handler, "w", attempt, interruption)
 
     def handle_others(self, attempts: list[Attempt]) -> None:
         """By another worker. What has to wait for a lock is left to be handled later."""
         while attempts:
             try:
-                self.handle(attempts[-1], desk=1)
+                self.handle(attempts[-1], harness=1)
             except psycopg.errors.LockNotAvailable:
                 return
             attempts.pop()
@@ -88,8 +88,8 @@ class Hands:
 def hands(bus: CommandBus, database: str) -> Iterator[Hands]:
     hands = Hands(bus, database)
     yield hands
-    for desk in hands.desks:
-        desk.close()
+    for harness in hands.harnesses:
+        harness.close()
 
 
 def test_a_signal_in_the_middle_of_a_move_is_taken(bus: CommandBus, hands: Hands) -> None:

@@ -335,11 +335,11 @@ def test_a_flood_of_connections_is_borne(served: HealthServer) -> None:
 
 
 def test_a_slow_scrape_keeps_nobody_else_waiting(served: HealthServer, supervised: Supervised) -> None:
-    gate, begun = threading.Event(), threading.Event()
+    go_on, begun = threading.Event(), threading.Event()
 
     def slow() -> str:
         begun.set()
-        gate.wait(20)
+        go_on.wait(20)
         return "# x\n"
 
     supervised.metrics = slow
@@ -350,7 +350,7 @@ def test_a_slow_scrape_keeps_nobody_else_waiting(served: HealthServer, supervise
         assert begun.wait(10)
         for path in ("/health/live", "/health/ready"):
             assert Reply(served, path).code == 200
-        gate.set()
+        go_on.set()
         for client in clients:
             assert client.recv(4096).startswith(b"HTTP/1.0 200 OK")
 
@@ -458,10 +458,10 @@ def test_a_client_that_takes_its_answer_a_little_at_a_time_is_hung_up_on(
 
 def test_what_is_asked_may_take_longer_than_a_client_may(served: HealthServer, supervised: Supervised) -> None:
     """The limit is on the client's asking, not on our answering."""
-    gate = threading.Event()
+    go_on = threading.Event()
 
     def look() -> HealthVerdict:
-        gate.wait(module.READ_SECONDS + 0.5)
+        go_on.wait(module.READ_SECONDS + 0.5)
         return HealthVerdict(True)
 
     supervised.ready = look

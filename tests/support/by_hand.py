@@ -99,7 +99,7 @@ class Context:
         """Nobody asks it to stop."""
 
 
-class Desk:
+class Harness:
     """A connection to handle messages on."""
 
     def __init__(self, database: str) -> None:

@@ -208,7 +208,7 @@ class Lab:
         self.lost.append(text)
 
     def _never(self, *_: Any) -> None:
-        raise AssertionError("nothing visits the gate of a lab")
+        raise AssertionError("nothing asks for a permit in a lab")
 
     def _extend(self, attempt: Attempt, seconds: float) -> Future[bool]:
         answer: Future[bool] = Future()

@@ -37,8 +37,8 @@ class World:
     def handle(self, command: Any, ctx: Any) -> Any:
         """Do as told: wait, raise, or answer."""
         self.did.append(command.command_type)
-        if (gate := self.held.get(command.command_type)) is not None:
-            while not gate.wait(0.02):
+        if (go_on := self.held.get(command.command_type)) is not None:
+            while not go_on.wait(0.02):
                 ctx.raise_if_canceled()
         if (error := self.fails.get(command.command_type)) is not None:
             raise error

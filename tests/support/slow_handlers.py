@@ -14,9 +14,9 @@ from support import slow_registry
 handlers = HandlerRegistry()
 
 time.sleep(float(os.environ.get("SLOW_IMPORT_SECONDS", "0")))
-if gate := os.environ.get("SLOW_IMPORT_GATE"):
-    Path(f"{gate}.reached").touch()
-    while not Path(gate).exists():
+if go_on := os.environ.get("SLOW_IMPORT_GATE"):
+    Path(f"{go_on}.reached").touch()
+    while not Path(go_on).exists():
         time.sleep(0.01)
 
 

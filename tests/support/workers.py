@@ -84,14 +84,14 @@ async def either(block: Any) -> AsyncIterator[Any]:
             yield entered
 
 
-async def opened(gate: threading.Event, seconds: float = 20.0) -> None:
+async def opened(go_on: threading.Event, seconds: float = 20.0) -> None:
     """Wait for a limit client without blocking an event loop."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        assert gate.wait(seconds), "the gate was not opened"
+        assert go_on.wait(seconds), "it was not told to go on"
         return
     deadline = monotonic() + seconds
-    while not gate.is_set():
-        assert monotonic() < deadline, "the gate was not opened"
+    while not go_on.is_set():
+        assert monotonic() < deadline, "it was not told to go on"
         await asyncio.sleep(0.005)

@@ -50,15 +50,15 @@ def lane(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def gate() -> Iterator[threading.Event]:
+def go_on() -> Iterator[threading.Event]:
     """What handlers wait for; opened at the end of the test, so that none stays behind."""
-    gate = threading.Event()
-    yield gate
-    gate.set()
+    go_on = threading.Event()
+    yield go_on
+    go_on.set()
 
 
 @pytest.fixture
-def start_worker(database: str, bus: CommandBus, gate: threading.Event) -> Iterator[StartWorker]:
+def start_worker(database: str, bus: CommandBus, go_on: threading.Event) -> Iterator[StartWorker]:
     """Makes and starts workers: `start_worker(handlers, concurrency=2, …)`."""
     started: list[Worker] = []
 
@@ -84,7 +84,7 @@ def start_worker(database: str, bus: CommandBus, gate: threading.Event) -> Itera
         return worker
 
     yield start
-    gate.set()
+    go_on.set()
     for worker in started:
         if worker.is_running:
             with contextlib.suppress(Exception):

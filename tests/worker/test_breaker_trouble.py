@@ -34,7 +34,7 @@ def until_judged(db: Db, workers: int) -> None:
 
 
 def test_five_hanging_among_a_thousand_good_park_nobody(
-    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker, gate: threading.Event
+    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker, go_on: threading.Event
 ) -> None:
     begun = threading.Semaphore(0)
 
@@ -42,7 +42,7 @@ def test_five_hanging_among_a_thousand_good_park_nobody(
     def ship(command: Any, ctx: Any) -> None:
         if command.data == "hang":
             begun.release()
-            gate.wait(60)
+            go_on.wait(60)
 
     for _ in range(2):
         start_worker(handlers, **ON)
@@ -61,7 +61,7 @@ def test_five_hanging_among_a_thousand_good_park_nobody(
 
 
 def test_after_very_many_successes_the_first_full_round_of_stuck_slots_opens_it(
-    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker, gate: threading.Event
+    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker, go_on: threading.Event
 ) -> None:
     """More of them than a worker remembers, as after an hour. Then as many hang as there are slots."""
     is_bad = threading.Event()
@@ -69,7 +69,7 @@ def test_after_very_many_successes_the_first_full_round_of_stuck_slots_opens_it(
     @handlers.handler("orders", "ship")
     def ship(ctx: Any) -> None:
         if is_bad.is_set():
-            gate.wait(60)
+            go_on.wait(60)
 
     for _ in range(2):
         start_worker(handlers, **ON)
@@ -84,7 +84,7 @@ def test_after_very_many_successes_the_first_full_round_of_stuck_slots_opens_it(
 
 
 def test_one_worker_has_the_trouble_and_another_the_successes(
-    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker, gate: threading.Event
+    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker, go_on: threading.Event
 ) -> None:
     """The fleet counts, not one worker: everything hangs in one of them, and the other does well."""
     begun = threading.Semaphore(0)
@@ -92,7 +92,7 @@ def test_one_worker_has_the_trouble_and_another_the_successes(
     @handlers.handler("orders", "ship")
     def hang(ctx: Any) -> None:
         begun.release()
-        gate.wait(60)
+        go_on.wait(60)
 
     start_worker(handlers, **ON | {"concurrency": 5, "max_attempts": 1, "task_timeout": 2})
     bus.send_many("orders", [NewCommand("ship") for _ in range(5)])
@@ -110,7 +110,7 @@ def test_one_worker_has_the_trouble_and_another_the_successes(
 
 
 def test_what_a_stopped_worker_has_counted_stays_of_use(
-    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker, gate: threading.Event
+    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker, go_on: threading.Event
 ) -> None:
     begun = threading.Semaphore(0)
 
@@ -118,7 +118,7 @@ def test_what_a_stopped_worker_has_counted_stays_of_use(
     def ship(command: Any, ctx: Any) -> None:
         if command.data == "hang":
             begun.release()
-            gate.wait(60)
+            go_on.wait(60)
 
     worker = start_worker(handlers, **ON)
     bus.send_many("orders", [NewCommand("ship", "hang") for _ in range(3)])
@@ -137,7 +137,7 @@ def test_what_a_stopped_worker_has_counted_stays_of_use(
 
 
 def test_after_the_last_fault_everything_drains_and_nothing_stays_parked(
-    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker, gate: threading.Event
+    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker, go_on: threading.Event
 ) -> None:
     """Some hang at their first try all along; for a while everything does, so that the breaker opens, too."""
     is_down = threading.Event()
@@ -150,7 +150,7 @@ def test_after_the_last_fault_everything_drains_and_nothing_stays_parked(
             is_first = command.command_id not in tried
             tried.add(command.command_id)
         if is_down.is_set() or (is_first and command.data % 20 == 0):
-            gate.wait(60)
+            go_on.wait(60)
 
     more = {"breakers": {"*": Breaker(reset=1.0)}, "task_timeout": 0.3, "max_attempts": 10}
     for _ in range(2):
@@ -169,7 +169,7 @@ def test_after_the_last_fault_everything_drains_and_nothing_stays_parked(
 
 
 def test_very_many_parked_commands_delay_no_lease(
-    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker, gate: threading.Event
+    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker, go_on: threading.Event
 ) -> None:
     """More than a bite: a probe closes the breaker, the rest is woken bite by bite, and a lease is renewed."""
     begun = threading.Event()
@@ -177,7 +177,7 @@ def test_very_many_parked_commands_delay_no_lease(
     @handlers.handler("orders", "slow", timeout=60)
     def slow(ctx: Any) -> None:
         begun.set()
-        gate.wait(60)
+        go_on.wait(60)
 
     handlers.register("orders", "ship", lambda ctx: None)
     bus.send_many("orders", [NewCommand("ship") for _ in range(3500)])
@@ -190,6 +190,6 @@ def test_very_many_parked_commands_delay_no_lease(
     until(lambda: one(db, "SELECT count(*) FROM commandbus.command WHERE status = 'COMPLETED'") == 3500, 60)
     assert one(db, "SELECT count(*) FROM commandbus.parked") == 0
     assert one(db, "SELECT read_ct FROM pgmq.q_orders__commands") == 1, "the lease was never lost"
-    gate.set()
+    go_on.set()
     until_settled(db)
     assert moves(db) == ["HALF_OPEN", "CLOSE"]

@@ -62,7 +62,7 @@ def test_five_stuck_attempts_open_it_the_sixth_command_is_parked_and_others_go_o
     db: Db,
     handlers: HandlerRegistry,
     start_worker: StartWorker,
-    gate: threading.Event,
+    go_on: threading.Event,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Seed 001 (circuit breaker), with the figures that hold by default."""
@@ -70,7 +70,7 @@ def test_five_stuck_attempts_open_it_the_sixth_command_is_parked_and_others_go_o
 
     @handlers.handler("orders", "hang")
     def hang(ctx: Any) -> None:
-        gate.wait(60)
+        go_on.wait(60)
 
     @handlers.handler("orders", "quick")
     def quick(ctx: Any) -> str:
@@ -104,7 +104,7 @@ def test_it_closes_when_the_probe_completes(
     handlers: HandlerRegistry,
     start_worker: StartWorker,
     lane: str,
-    gate: threading.Event,
+    go_on: threading.Event,
 ) -> None:
     """Two workers, in either lane; what a handler completes in its own transaction counts as well."""
     begun: Counter[str] = Counter()
@@ -115,8 +115,8 @@ def test_it_closes_when_the_probe_completes(
         if is_well.is_set():
             return "done"
         if lane == "sync":
-            gate.wait(60)
-        while not gate.is_set():  # the async lane: it swallows its cancellation, as the worst do
+            go_on.wait(60)
+        while not go_on.is_set():  # the async lane: it swallows its cancellation, as the worst do
             try:
                 await asyncio.sleep(0.05)
             except BaseException:
@@ -141,7 +141,7 @@ def test_it_closes_when_the_probe_completes(
 
 
 def test_a_stuck_probe_opens_it_again_and_only_one_runs_at_a_time(
-    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker, gate: threading.Event
+    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker, go_on: threading.Event
 ) -> None:
     """Three workers and many parked commands: no two of them are ever tried at once."""
     inside = 0
@@ -153,7 +153,7 @@ def test_a_stuck_probe_opens_it_again_and_only_one_runs_at_a_time(
     def hang(ctx: Any) -> None:
         nonlocal inside, most
         if not is_counting.is_set():
-            gate.wait(60)
+            go_on.wait(60)
             return
         with lock:
             inside += 1
@@ -161,7 +161,7 @@ def test_a_stuck_probe_opens_it_again_and_only_one_runs_at_a_time(
         ctx.canceled.wait(20)
         with lock:
             inside -= 1  # before it is given up: from then on another one may begin
-        gate.wait(60)
+        go_on.wait(60)
 
     more = ON | {"breakers": {"orders/hang": QUICK_RESET}}
     for _ in range(3):
@@ -243,12 +243,12 @@ def test_one_that_is_off_counts_nothing(
     db: Db,
     handlers: HandlerRegistry,
     start_worker: StartWorker,
-    gate: threading.Event,
+    go_on: threading.Event,
     how: str,
 ) -> None:
     @handlers.handler("orders", "hang")
     def hang(ctx: Any) -> None:
-        gate.wait(60)
+        go_on.wait(60)
 
     more: dict[str, Any] = {"breakers": {"*": Breaker.off()}} if how == "off" else {"breakers_enabled": False}
     start_worker(handlers, **ON | more)
@@ -274,14 +274,14 @@ def test_a_worker_without_breakers_looks_after_one_that_is_open(
 
 
 def test_what_was_cancelled_or_stopped_with_its_worker_does_not_count(
-    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker, gate: threading.Event
+    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker, go_on: threading.Event
 ) -> None:
     begun = threading.Semaphore(0)
 
     @handlers.handler("orders", "hang", timeout=60)
     def hang(ctx: Any) -> None:
         begun.release()
-        gate.wait(60)
+        go_on.wait(60)
 
     worker = start_worker(handlers, **ON | {"breakers": {"*": Breaker(stuck=1, failures=1)}})
     for n in range(2):
@@ -299,14 +299,14 @@ def test_word_waits_while_the_database_refuses_it(
     db: Db,
     handlers: HandlerRegistry,
     start_worker: StartWorker,
-    gate: threading.Event,
+    go_on: threading.Event,
     database: str,
 ) -> None:
     """The keeper is thrown off the server before it can tell of the stuck attempt: it is told afterwards."""
 
     @handlers.handler("orders", "hang")
     def hang(ctx: Any) -> None:
-        gate.wait(60)
+        go_on.wait(60)
 
     worker = start_worker(handlers, **ON, breakers={"*": Breaker(stuck=1)})
     with psycopg.connect(database) as blocker:
@@ -325,7 +325,7 @@ def test_word_waits_while_the_database_refuses_it(
 
 
 def test_one_whose_queue_is_gone_does_not_disturb_the_leases(
-    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker, gate: threading.Event,
+    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker, go_on: threading.Event,
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
     begun = threading.Event()
@@ -333,7 +333,7 @@ def test_one_whose_queue_is_gone_does_not_disturb_the_leases(
     @handlers.handler("orders", "slow", timeout=60)
     def slow(ctx: Any) -> str:
         begun.set()
-        gate.wait(60)
+        go_on.wait(60)
         return "done"
 
     bus.create_domain("gone")
@@ -348,7 +348,7 @@ def test_one_whose_queue_is_gone_does_not_disturb_the_leases(
     db.execute("ALTER TABLE commandbus.parked_away RENAME TO parked")
     renewed = one(db, "SELECT vt FROM pgmq.q_orders__commands")
     until(lambda: one(db, "SELECT vt FROM pgmq.q_orders__commands") > renewed)
-    gate.set()
+    go_on.set()
     until(lambda: status(bus, "c") is CommandStatus.COMPLETED)
 
 

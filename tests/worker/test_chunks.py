@@ -201,14 +201,14 @@ def test_a_hanging_chunk_charges_nobody_and_its_commands_run_by_themselves(
     handlers: HandlerRegistry,
     start_worker: StartWorker,
     lane: str,
-    gate: threading.Event,
+    go_on: threading.Event,
 ) -> None:
     sizes: list[int] = []
 
     async def index(commands: Any, ctx: Any) -> None:
         sizes.append(len(commands))
         if len(commands) > 1:
-            await opened(gate)
+            await opened(go_on)
             async with either(ctx.connection()) as conn:  # it gets none any more
                 await done(conn.execute("INSERT INTO ledger VALUES ('zombie')"))
 
@@ -227,7 +227,7 @@ def test_a_hanging_chunk_charges_nobody_and_its_commands_run_by_themselves(
         assert (rung is not None) == (id_ == ids[0])
         if lane == "sync":  # an async one can be canceled
             assert (code, autopsy is not None) == ("CHUNK_STUCK", id_ == ids[0])
-    gate.set()
+    go_on.set()
     worker.stop()
     assert executions(db) == {}
 
@@ -392,14 +392,14 @@ def test_until_idle_does_not_wait_for_more(
 
 
 def test_a_canceled_command_does_not_stop_its_chunk(
-    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker, gate: threading.Event
+    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker, go_on: threading.Event
 ) -> None:
     started = threading.Event()
 
     @handlers.handler("orders", "index", chunk=4, chunk_wait="2s", timeout=60)
     def index(commands: Any, ctx: Any) -> list[Any]:
         started.set()
-        gate.wait(30)
+        go_on.wait(30)
         assert not ctx.canceled.is_set()
         return [TransientCommandError("no") if command.data["n"] == 1 else None for command in commands]
 
@@ -407,7 +407,7 @@ def test_a_canceled_command_does_not_stop_its_chunk(
     start_worker(handlers)
     assert started.wait(20)
     bus.cancel("orders", "c001", reason="not needed")
-    gate.set()
+    go_on.set()
     until_settled(db)
     assert statuses(db) == {"COMPLETED": 3, "CANCELED": 1}
 
@@ -527,7 +527,7 @@ def test_a_chunk_that_loses_a_lease_is_asked_to_stop_and_the_others_run_again_to
 
 
 def test_a_stop_that_does_not_wait_gives_a_running_chunk_back_unmarked(
-    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker, gate: threading.Event
+    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker, go_on: threading.Event
 ) -> None:
     sizes: list[int] = []
 
@@ -535,7 +535,7 @@ def test_a_stop_that_does_not_wait_gives_a_running_chunk_back_unmarked(
     def index(commands: Any, ctx: Any) -> None:
         sizes.append(len(commands))
         if len(sizes) == 1:
-            gate.wait(60)
+            go_on.wait(60)
 
     ids = send(bus, 3)
     worker = start_worker(handlers, cancel_grace=0.2, shutdown_timeout=1.0)
@@ -550,7 +550,7 @@ def test_a_stop_that_does_not_wait_gives_a_running_chunk_back_unmarked(
 
 
 def test_an_async_chunk_that_blocks_the_event_loop_is_given_up(
-    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker, gate: threading.Event
+    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker, go_on: threading.Event
 ) -> None:
     started = threading.Event()
 
@@ -558,7 +558,7 @@ def test_an_async_chunk_that_blocks_the_event_loop_is_given_up(
     async def index(commands: Any, ctx: Any) -> None:
         if len(commands) > 1:
             assert started.wait(20)
-            gate.wait(60)  # no await: the loop stands still
+            go_on.wait(60)  # no await: the loop stands still
 
     @handlers.handler("orders", "near", timeout=60)
     async def near(command: Any, ctx: Any) -> None:

@@ -287,7 +287,7 @@ def test_a_stuck_call_that_lands_after_the_next_attempt_began_is_not_repeated(
     start_worker: StartWorker,
     handlers: HandlerRegistry,
     provider: Provider,
-    gate: threading.Event,
+    go_on: threading.Event,
 ) -> None:
     asked = []
 
@@ -298,7 +298,7 @@ def test_a_stuck_call_that_lands_after_the_next_attempt_began_is_not_repeated(
     def pay(command: Any, ctx: Any) -> Any:
         with ctx.effect("charge", verify=verify, settle_after="1h") as effect:
             key = effect.key
-            gate.wait(30)  # deaf to the request to stop
+            go_on.wait(30)  # deaf to the request to stop
             effect.receipt = provider.charge(key)
         return effect.receipt
 
@@ -307,7 +307,7 @@ def test_a_stuck_call_that_lands_after_the_next_attempt_began_is_not_repeated(
     bus.send("orders", "pay", command_id="c")
     until(lambda: verdicts(db, "c")[-1:] == [(2, "SNOOZED")])  # the next attempt waits: the call may still land
     assert (effect(bus).state, provider.charges) == ("INTENT", [])
-    gate.set()  # it lands now, in a thread that was given up long ago, and its receipt is kept
+    go_on.set()  # it lands now, in a thread that was given up long ago, and its receipt is kept
     until(lambda: effect(bus).state == "DONE")
     db.execute("UPDATE pgmq.q_orders__commands SET vt = now()")
     assert ended(bus) == "COMPLETED"
@@ -461,14 +461,14 @@ def test_an_operator_cannot_resolve_an_effect_while_its_attempt_runs(
     start_worker: StartWorker,
     handlers: HandlerRegistry,
     provider: Provider,
-    gate: threading.Event,
+    go_on: threading.Event,
 ) -> None:
     inside = threading.Event()
 
     def pay(command: Any, ctx: Any) -> Any:
         with ctx.effect("charge") as effect:
             inside.set()
-            gate.wait(20)
+            go_on.wait(20)
             effect.receipt = provider.charge(effect.key)
 
     handlers.register("orders", "pay", pay)
@@ -477,7 +477,7 @@ def test_an_operator_cannot_resolve_an_effect_while_its_attempt_runs(
     assert inside.wait(10)
     with pytest.raises(InvalidOperationError, match="a worker holds command 'c'"):
         bus.commands.resolve_effect("orders", "c", "charge", done=False)
-    gate.set()
+    go_on.set()
     assert ended(bus) == "COMPLETED"
 
 

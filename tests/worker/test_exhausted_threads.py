@@ -92,14 +92,14 @@ def test_the_slot_of_a_stuck_attempt_comes_back_when_there_are_threads_again(
     start_worker: StartWorker,
     lane: str,
     threads: Threads,
-    gate: threading.Event,
+    go_on: threading.Event,
 ) -> None:
     """A stuck thread in the sync lane; in the async lane a blocked event loop, which needs a new thread."""
     started = threading.Event()
 
     async def hang(command: Any, ctx: Any) -> None:
         started.set()
-        gate.wait(30)
+        go_on.wait(30)
 
     async def quick(command: Any, ctx: Any) -> str:
         return "done"

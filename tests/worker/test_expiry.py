@@ -79,7 +79,7 @@ def test_a_command_that_expired_before_a_worker_came_is_canceled_with_a_reply(
 
 
 def test_commands_that_no_worker_can_claim_expire_as_well(
-    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker, gate: threading.Event
+    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker, go_on: threading.Event
 ) -> None:
     """One is parked, one waits for its retry, one for a slot: the sweep ends all three."""
 
@@ -92,7 +92,7 @@ def test_commands_that_no_worker_can_claim_expire_as_well(
 
     @handlers.handler("orders", "waits")
     def waits(ctx: Any) -> None:
-        gate.wait(60)
+        go_on.wait(60)
 
     bus.pause("orders", "paused", operator="ada")
     sent = {name: bus.send("orders", name, command_id=name, expires="1h") for name in ("paused", "fails")}
@@ -109,24 +109,24 @@ def test_commands_that_no_worker_can_claim_expire_as_well(
     assert verdicts(db, "fails") == ["RETRY", "EXPIRED"]
     assert one(db, "SELECT count(*) FROM commandbus.parked") == 0
     assert one(db, "SELECT count(*) FROM pgmq.q_orders__commands") == 1
-    gate.set()
+    go_on.set()
     until_settled(db)
     assert worker.stop().unwritten == 0
     assert bus.get_command("orders", "fails").error_code == "EXPIRED"  # type: ignore[union-attr]
 
 
 def test_an_attempt_that_runs_when_its_command_expires_goes_on(
-    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker, gate: threading.Event
+    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker, go_on: threading.Event
 ) -> None:
     """But after it has failed, no further attempt starts."""
 
     @handlers.handler("orders", "completes")
     def completes(ctx: Any) -> None:
-        gate.wait(60)
+        go_on.wait(60)
 
     @handlers.handler("orders", "fails", retry_policy=RetryPolicy(backoff_schedule=["1h"]))
     def fails(ctx: Any) -> None:
-        gate.wait(60)
+        go_on.wait(60)
         raise TransientCommandError("later")
 
     for name in ("completes", "fails"):
@@ -139,7 +139,7 @@ def test_an_attempt_that_runs_when_its_command_expires_goes_on(
     make_late(db, "sentinel")  # when this one is gone, the sweep has met the others
     until(lambda: status(bus, "sentinel") is CommandStatus.CANCELED)
     assert {status(bus, name) for name in ("completes", "fails")} == {CommandStatus.IN_PROGRESS}
-    gate.set()
+    go_on.set()
     until_settled(db)
     assert status(bus, "completes") is CommandStatus.COMPLETED
     assert verdicts(db, "fails") == ["RETRY", "EXPIRED"]

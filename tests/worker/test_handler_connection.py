@@ -211,7 +211,7 @@ def test_connections_are_never_more_than_concurrency_and_four(
     db: Db,
     handlers: HandlerRegistry,
     start_worker: StartWorker,
-    gate: threading.Event,
+    go_on: threading.Event,
     kinds: tuple[str, ...],
 ) -> None:
     most = 0
@@ -224,7 +224,7 @@ def test_connections_are_never_more_than_concurrency_and_four(
             await done(conn.execute("SELECT 1"))
             with lock:
                 inside += 1
-            await opened(gate)
+            await opened(go_on)
             with lock:
                 inside -= 1
 
@@ -256,7 +256,7 @@ def test_connections_are_never_more_than_concurrency_and_four(
     until(lambda: inside == 6)
     assert count() <= 10
     bus.send_many("orders", [NewCommand(f"use_{kinds[n % len(kinds)]}") for n in range(300)])
-    gate.set()
+    go_on.set()
     until(
         lambda: count() and one(db, "SELECT NOT EXISTS (SELECT FROM commandbus.command WHERE status = 'PENDING')")
     )

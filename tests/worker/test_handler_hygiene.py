@@ -143,14 +143,14 @@ def test_a_fresh_thread_has_transactions_context_variables_and_failures(
 
 
 def test_a_stuck_fresh_thread_is_seen_and_its_slot_goes_on(
-    bus: CommandBus, start_worker: StartWorker, gate: threading.Event
+    bus: CommandBus, start_worker: StartWorker, go_on: threading.Event
 ) -> None:
     """The autopsy shows the thread that hangs, not the one that waits for it."""
     handlers = HandlerRegistry()
 
     @handlers.handler("orders", "hang", fresh_thread=True)
     def hang_here(command: Any, ctx: Any) -> None:
-        gate.wait()
+        go_on.wait()
 
     handlers.register("orders", "look", lambda command, ctx: threading.current_thread().name, fresh_thread=True)
     start_worker(handlers, concurrency=1, cancel_grace=0.2)
@@ -159,7 +159,7 @@ def test_a_stuck_fresh_thread_is_seen_and_its_slot_goes_on(
     assert result_of(bus, "after").endswith("-fresh")
     (stuck,) = until(lambda: bus.list_stuck("orders"))
     assert "hang_here" in str(stuck.autopsy)
-    gate.set()
+    go_on.set()
     bus.send("orders", "look", command_id="again")
     assert result_of(bus, "again").endswith("-fresh")
 

@@ -225,7 +225,7 @@ def test_without_its_fence_nothing_of_the_block_is_committed(
     handlers: HandlerRegistry,
     start_worker: StartWorker,
     lane: str,
-    gate: threading.Event,
+    go_on: threading.Event,
 ) -> None:
     started = threading.Event()
     raised: list[BaseException] = []
@@ -235,7 +235,7 @@ def test_without_its_fence_nothing_of_the_block_is_committed(
             async with either(ctx.transaction()) as tx:
                 await done(tx.execute(INSERT, (command.command_id, ctx.attempt)))
                 started.set()
-                await opened(gate)
+                await opened(go_on)
         except AttemptFencedError as error:
             raised.append(error)
             raise
@@ -247,7 +247,7 @@ def test_without_its_fence_nothing_of_the_block_is_committed(
     with db.transaction():  # or the worker itself would be faster
         db.execute("UPDATE pgmq.q_orders__commands SET vt = now() - interval '1 s'")
         bus.run(claim(domain="orders", worker="thief", n=1, lease_seconds=60, cursor=None), db)
-    gate.set()
+    go_on.set()
     until(lambda: raised)
     worker.stop()
     assert "attempt number 1 of command 'c'" in str(raised[0])

@@ -107,13 +107,13 @@ def test_a_loop_blocked_by_what_a_handler_started_is_given_up(
     handlers: HandlerRegistry,
     start_worker: StartWorker,
     still_works: Callable[[Worker], None],
-    gate: threading.Event,
+    go_on: threading.Event,
     way: str,
 ) -> None:
     """Nobody's slot is in the way then, so no slot can be named; the cancel does not arrive all the same."""
 
     async def block() -> None:
-        gate.wait(60)
+        go_on.wait(60)
 
     @handlers.handler("orders", "harm")
     async def harm(ctx: Any) -> None:
@@ -121,7 +121,7 @@ def test_a_loop_blocked_by_what_a_handler_started_is_given_up(
             async with asyncio.TaskGroup() as group:
                 group.create_task(block())
         else:
-            asyncio.get_running_loop().call_soon(gate.wait, 60)
+            asyncio.get_running_loop().call_soon(go_on.wait, 60)
             await asyncio.sleep(60)
 
     bus.send("orders", "harm", command_id="c")
@@ -151,17 +151,17 @@ def test_a_log_that_raises_saves_no_stuck_attempt(
     handlers: HandlerRegistry,
     start_worker: StartWorker,
     still_works: Callable[[Worker], None],
-    gate: threading.Event,
+    go_on: threading.Event,
     broken_log: None,
     lane: str,
 ) -> None:
     if lane == "sync":
-        handlers.register("orders", "harm", lambda ctx: gate.wait(60))
+        handlers.register("orders", "harm", lambda ctx: go_on.wait(60))
     else:
 
         @handlers.handler("orders", "harm")
         async def harm(ctx: Any) -> None:
-            while not gate.is_set():
+            while not go_on.is_set():
                 try:
                     await asyncio.sleep(0.05)
                 except asyncio.CancelledError:
@@ -180,7 +180,7 @@ def test_a_stack_that_cannot_be_read_saves_no_stuck_attempt(
     handlers: HandlerRegistry,
     start_worker: StartWorker,
     still_works: Callable[[Worker], None],
-    gate: threading.Event,
+    go_on: threading.Event,
 ) -> None:
     class Loader:
         def get_source(self, name: str) -> str:
@@ -188,7 +188,7 @@ def test_a_stack_that_cannot_be_read_saves_no_stuck_attempt(
 
     module: dict[str, Any] = {"__name__": "unreadable", "__loader__": Loader()}
     exec(compile("def wait(gate):\n    gate.wait(60)\n", "unreadable.py", "exec"), module)
-    handlers.register("orders", "harm", lambda ctx: module["wait"](gate))
+    handlers.register("orders", "harm", lambda ctx: module["wait"](go_on))
     bus.send("orders", "harm", command_id="c")
     worker = start_worker(handlers, **SHORT)
     until_given_up(db, "c")
@@ -226,7 +226,7 @@ def test_a_cancel_while_a_connection_is_returned_costs_no_connection(
 
 
 def test_a_connection_that_a_stuck_attempt_returns_late_is_not_one_more(
-    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker, gate: threading.Event
+    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker, go_on: threading.Event
 ) -> None:
     ended = threading.Semaphore(0)
 
@@ -235,7 +235,7 @@ def test_a_connection_that_a_stuck_attempt_returns_late_is_not_one_more(
         try:
             with ctx.connection() as conn:
                 conn.execute("SELECT 1")
-                gate.wait(30)
+                go_on.wait(30)
         finally:
             ended.release()
 
@@ -243,7 +243,7 @@ def test_a_connection_that_a_stuck_attempt_returns_late_is_not_one_more(
         bus.send("orders", "harm")
     start_worker(handlers, concurrency=1, max_attempts=1, task_timeout=0.3, cancel_grace=0.2)
     until_settled(db)
-    gate.set()
+    go_on.set()
     assert all(ended.acquire(timeout=5) for _ in range(3))
     bus.send("orders", "harm", command_id="next")
     until_settled(db)
@@ -256,7 +256,7 @@ def test_a_connection_that_a_stuck_attempt_returns_late_is_not_one_more(
 
 
 def test_behind_pgbouncer_nothing_of_a_second_transaction_lands(
-    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker, gate: threading.Event
+    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker, go_on: threading.Event
 ) -> None:
     """The lock by which its session is found went with the first one."""
     db.execute("CREATE TABLE written (x integer)")
@@ -269,7 +269,7 @@ def test_behind_pgbouncer_nothing_of_a_second_transaction_lands(
                 conn.execute("SELECT 1")
                 conn.commit()
                 conn.execute("INSERT INTO written VALUES (1)")
-                gate.wait(30)
+                go_on.wait(30)
         finally:
             ended.set()
 
@@ -277,17 +277,17 @@ def test_behind_pgbouncer_nothing_of_a_second_transaction_lands(
     limits = {"task_timeout": 0.3, "cancel_grace": 0.3}
     start_worker(handlers, concurrency=1, max_attempts=1, prepared_statements=False, **limits)
     until_settled(db)
-    gate.set()
+    go_on.set()
     assert ended.wait(5)
     assert one(db, "SELECT count(*) FROM written") == 0
 
 
 def test_threads_that_handlers_left_hanging_keep_no_connection_from_others(
-    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker, gate: threading.Event
+    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker, go_on: threading.Event
 ) -> None:
     @handlers.handler("orders", "harm", timeout=0.2)
     async def harm(ctx: Any) -> None:
-        await asyncio.to_thread(gate.wait, 60)
+        await asyncio.to_thread(go_on.wait, 60)
 
     @handlers.handler("orders", "query", timeout=5)
     async def query(ctx: Any) -> None:

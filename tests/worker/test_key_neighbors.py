@@ -139,7 +139,7 @@ def test_until_idle_runs_what_handlers_send_and_what_joins_at_the_claim(
 
 
 def test_a_place_that_nobody_freed_is_found(
-    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker, gate: threading.Event
+    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker, go_on: threading.Event
 ) -> None:
     """As after a kill between the settlement and the release."""
     bus.key_limits.set("orders", "account", ordered=True)

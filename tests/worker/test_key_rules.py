@@ -31,8 +31,8 @@ TENANT = Limit("tenant", concurrency=2, key="data.tenant_id")
 SERIAL = Limit("account", concurrency=1, key="data.account", ordered=True)
 
 
-def held_up(handlers: HandlerRegistry, gate: threading.Event, limit: Limit = TENANT) -> None:
-    handlers.register("orders", "ship", lambda command, ctx: gate.wait(30), limits=[limit])
+def held_up(handlers: HandlerRegistry, go_on: threading.Event, limit: Limit = TENANT) -> None:
+    handlers.register("orders", "ship", lambda command, ctx: go_on.wait(30), limits=[limit])
 
 
 def lines(db: Db) -> list[tuple[str, str]]:
@@ -45,9 +45,9 @@ def test_every_sender_applies_the_rule_of_a_type(
     db: Db,
     handlers: HandlerRegistry,
     start_worker: StartWorker,
-    gate: threading.Event,
+    go_on: threading.Event,
 ) -> None:
-    held_up(handlers, gate)
+    held_up(handlers, go_on)
     handlers.register("orders", "other", lambda command, ctx: None)
     start_worker(handlers)
     assert db.execute("SELECT command_type, key_limit, key_path FROM commandbus.type_rule").fetchall() == [
@@ -66,7 +66,7 @@ def test_every_sender_applies_the_rule_of_a_type(
     assert one(db, "SELECT count(*) FROM commandbus.command WHERE key IS NULL") == 1, "the other type has no rule"
     again = bus.send("orders", "ship", data, command_id="own", headers={"a": 1})
     assert not again.created
-    gate.set()
+    go_on.set()
     until_settled(db)
     assert (
         one(db, "SELECT count(*) FROM commandbus.attempt WHERE verdict = 'PARKED' AND error_code = 'KEY_LIMIT'")
@@ -80,9 +80,9 @@ async def _send_async(database: str, data: Any) -> None:
 
 
 def test_what_comes_another_way_joins_its_line_at_the_claim(
-    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker, gate: threading.Event
+    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker, go_on: threading.Event
 ) -> None:
-    held_up(handlers, gate)
+    held_up(handlers, go_on)
     data = {"tenant_id": "a"}
     early = bus.send("orders", "ship", data)  # before there is a rule
     start_worker(handlers)
@@ -95,20 +95,20 @@ def test_what_comes_another_way_joins_its_line_at_the_claim(
     record = bus.get_command("orders", early.command_id)
     assert record is not None
     assert record.charged_attempts == 1, "the claim that put it into its line is not charged"
-    gate.set()
+    go_on.set()
     until_settled(db)
     until(lambda: lines(db) == [])
 
 
 def test_a_message_that_somebody_made_visible_goes_back_into_its_line(
-    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker, gate: threading.Event
+    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker, go_on: threading.Event
 ) -> None:
     running: list[int] = []
 
     @handlers.handler("orders", "ship", limits=[SERIAL])
     def ship(command: Any, ctx: Any) -> None:
         running.append(command.data["n"])
-        gate.wait(30)
+        go_on.wait(30)
 
     start_worker(handlers)
     bus.send_many("orders", [NewCommand("ship", {"account": 1, "n": n}) for n in range(3)])
@@ -116,15 +116,15 @@ def test_a_message_that_somebody_made_visible_goes_back_into_its_line(
     db.execute("UPDATE pgmq.q_orders__commands SET vt = now() WHERE headers IS NULL")
     until(lambda: one(db, "SELECT count(*) FROM commandbus.attempt WHERE error_code = 'KEY_LIMIT'") == 2)
     assert running == [0]
-    gate.set()
+    go_on.set()
     until_settled(db)
     assert running == [0, 1, 2]
 
 
 def test_keys_that_cannot_be_used(
-    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker, gate: threading.Event
+    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker, go_on: threading.Event
 ) -> None:
-    held_up(handlers, gate)
+    held_up(handlers, go_on)
     start_worker(handlers)
     for data in ({"tenant_id": {"a": 1}}, {"tenant_id": [1]}, {"tenant_id": "x" * 256}):
         with pytest.raises(InvalidCommandError, match=r"type ship.*limit tenant.*data\.tenant_id"):
@@ -220,9 +220,9 @@ def test_a_limit_with_a_key_belongs_to_one_domain_and_has_no_permits(
 
 
 def test_a_person_sees_why_a_command_waits(
-    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker, gate: threading.Event
+    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker, go_on: threading.Event
 ) -> None:
-    held_up(handlers, gate, Limit("tenant", concurrency=1, key="data"))
+    held_up(handlers, go_on, Limit("tenant", concurrency=1, key="data"))
     start_worker(handlers)
     sent = bus.send_many("orders", [NewCommand("ship", 17) for _ in range(5)])
     until(lambda: [state for _, state in lines(db)].count("RELEASED") == 1)

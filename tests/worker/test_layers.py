@@ -121,7 +121,7 @@ def test_pool_timeout_is_raised_counted_and_transient(
     handlers: HandlerRegistry,
     start_worker: StartWorker,
     database: str,
-    gate: threading.Event,
+    go_on: threading.Event,
 ) -> None:
     """Seed 000 AC3: all connections in use, PoolTimeout after the pool timeout; layer 2, then back-off."""
     taken = threading.Event()
@@ -131,7 +131,7 @@ def test_pool_timeout_is_raised_counted_and_transient(
     def hold(ctx: Any) -> None:
         with ctx.connection():
             taken.set()
-            gate.wait(30)
+            go_on.wait(30)
 
     @handlers.handler("orders", "want", timeout=60)
     def want(ctx: Any) -> None:
@@ -153,7 +153,7 @@ def test_pool_timeout_is_raised_counted_and_transient(
         assert "layer 2: pool_timeout" in error
         assert 0.45 < waits[0] < 5
         assert worker.health_status.pool_exhaustions == 1
-        gate.set()
+        go_on.set()
         until_settled(db)
 
 
@@ -163,7 +163,7 @@ def test_the_wait_for_a_connection_never_outlasts_the_attempt(
     handlers: HandlerRegistry,
     start_worker: StartWorker,
     database: str,
-    gate: threading.Event,
+    go_on: threading.Event,
     lane: str,
 ) -> None:
     """TRAPS 6."""
@@ -173,7 +173,7 @@ def test_the_wait_for_a_connection_never_outlasts_the_attempt(
     def hold(ctx: Any) -> None:
         with ctx.connection():
             taken.set()
-            gate.wait(30)
+            go_on.wait(30)
 
     async def want(command: Any, ctx: Any) -> None:
         async with either(ctx.connection()):
@@ -189,7 +189,7 @@ def test_the_wait_for_a_connection_never_outlasts_the_attempt(
         until(lambda: verdicts(db, "c"))
         assert time.monotonic() - began < 3
         assert failure_of(db, "c")[1] in ("TIMEOUT", "POOL_TIMEOUT")
-        gate.set()
+        go_on.set()
         until_settled(db)
 
 
@@ -233,14 +233,14 @@ def test_normal_load_exhausts_nothing_and_uses_slots_plus_four_connections(
 
 
 def test_three_stuck_attempts_are_critical_and_the_watchdog_restarts_once(
-    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker, gate: threading.Event
+    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker, go_on: threading.Event
 ) -> None:
     """Seed 003: past the stuck threshold health is CRITICAL and the restart callback is called, once."""
     calls: list[float] = []
 
     @handlers.handler("orders", "hang", timeout=0.2)
     def hang(ctx: Any) -> None:
-        gate.wait(60)
+        go_on.wait(60)
 
     worker = start_worker(handlers, cancel_grace=0.2, concurrency=4, max_attempts=1)
     with WorkerWatchdog(worker, check_interval=0.05, restart_callback=lambda: calls.append(time.monotonic())):
@@ -306,17 +306,17 @@ def test_a_hundred_thousand_deadlines_leave_nothing_behind(
 
 
 def test_progress_is_shown_while_it_runs(
-    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker, gate: threading.Event
+    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker, go_on: threading.Event
 ) -> None:
     @handlers.handler("orders", "work", timeout=60)
     def work(ctx: Any) -> None:
         ctx.heartbeat({"page": 3, "of": 17})
-        gate.wait(30)
+        go_on.wait(30)
 
     bus.send("orders", "work", command_id="c")
     start_worker(handlers)
     until(lambda: bus.get_command("orders", "c").progress == {"page": 3, "of": 17})  # type: ignore[union-attr]
-    gate.set()
+    go_on.set()
     until_settled(db)
     assert bus.get_command("orders", "c").status is CommandStatus.COMPLETED  # type: ignore[union-attr]
 

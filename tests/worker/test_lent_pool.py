@@ -51,7 +51,7 @@ def test_capacity_comes_back_after_stuck_attempts(
     handlers: HandlerRegistry,
     start_worker: StartWorker,
     pool: ConnectionPool[Any],
-    gate: threading.Event,
+    go_on: threading.Event,
     lane: str,
 ) -> None:
     """Promise 5. With every stuck attempt the pool lost a connection, until everything ended in PoolTimeout."""
@@ -60,8 +60,8 @@ def test_capacity_comes_back_after_stuck_attempts(
         async with either(ctx.connection()) as conn:
             await done(conn.execute("SELECT 1"))
             if lane == "sync":
-                gate.wait(60)
-            while not gate.is_set():
+                go_on.wait(60)
+            while not go_on.is_set():
                 try:
                     await asyncio.sleep(0.02)
                 except asyncio.CancelledError:
@@ -79,7 +79,7 @@ def test_capacity_comes_back_after_stuck_attempts(
         until(lambda n=n: verdicts(db, f"h{n}"))
         bus.send("orders", "work", command_id=f"w{n}")
         until(lambda n=n: status_of(bus, f"w{n}") is CommandStatus.COMPLETED)
-    gate.set()
+    go_on.set()
     until_settled(db)
     assert sessions_of(pool, db) <= SIZE
 
@@ -90,7 +90,7 @@ def test_capacity_comes_back_after_leaks(
     handlers: HandlerRegistry,
     start_worker: StartWorker,
     pool: ConnectionPool[Any],
-    gate: threading.Event,
+    go_on: threading.Event,
     lane: str,
 ) -> None:
     """A thread or a task that a handler left behind holds its connection."""
@@ -102,7 +102,7 @@ def test_capacity_comes_back_after_leaks(
         async def hold() -> None:
             async with either(ctx.connection()):
                 held.set()
-                await opened(gate, 60)
+                await opened(go_on, 60)
 
         if lane == "sync":
             left.append(threading.Thread(target=asyncio.run, args=(hold(),), daemon=True))
@@ -122,7 +122,7 @@ def test_capacity_comes_back_after_leaks(
         bus.send("orders", "leak", command_id=f"l{n}")
         bus.send("orders", "work", command_id=f"w{n}")
         until(lambda n=n: status_of(bus, f"w{n}") is CommandStatus.COMPLETED)
-    gate.set()
+    go_on.set()
     until_settled(db)
     with pool.connection(timeout=5) as first, pool.connection(timeout=5) as second:
         assert one(first, "SELECT 1") == one(second, "SELECT 1") == 1
@@ -134,7 +134,7 @@ def test_capacity_comes_back_from_those_who_waited_for_a_connection_on_a_blocked
     handlers: HandlerRegistry,
     start_worker: StartWorker,
     pool: ConnectionPool[Any],
-    gate: threading.Event,
+    go_on: threading.Event,
 ) -> None:
     """A thread waits for them. What it gets when their loop was given up belongs to nobody."""
     here: dict[str, int] = {}
@@ -155,7 +155,7 @@ def test_capacity_comes_back_from_those_who_waited_for_a_connection_on_a_blocked
 
     @handlers.handler("orders", "block", timeout=0.3)
     async def block(command: Any, ctx: Any) -> None:
-        gate.wait(60)
+        go_on.wait(60)
 
     start_worker(handlers, pool=pool, **HASTY | {"concurrency": 2 * SIZE + 1, "pool_timeout": 30.0})
     names = [f"{kind}{n}" for kind in ("hold", "wait") for n in range(SIZE)]

@@ -108,7 +108,7 @@ def test_a_failing_start_claims_nothing_and_leaves_nothing(
 
 
 def test_a_stop_that_comes_during_the_start(
-    bus: CommandBus, database: str, handlers: HandlerRegistry, gate: threading.Event
+    bus: CommandBus, database: str, handlers: HandlerRegistry, go_on: threading.Event
 ) -> None:
     """An async on_start is canceled, and what had started is stopped."""
     began, did = threading.Event(), []
@@ -136,7 +136,7 @@ def test_a_stop_that_comes_during_the_start(
 
 
 def test_a_hanging_or_failing_stop_does_not_hold_up_the_others(
-    bus: CommandBus, handlers: HandlerRegistry, start_worker: StartWorker, gate: threading.Event,
+    bus: CommandBus, handlers: HandlerRegistry, start_worker: StartWorker, go_on: threading.Event,
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
     did: list[str] = []
@@ -149,7 +149,7 @@ def test_a_hanging_or_failing_stop_does_not_hold_up_the_others(
 
     @handlers.on_stop
     def hangs(state: Any) -> None:
-        gate.wait(60)
+        go_on.wait(60)
 
     @handlers.on_stop
     async def hangs_async(state: Any) -> None:
@@ -169,7 +169,7 @@ def test_a_hanging_or_failing_stop_does_not_hold_up_the_others(
 
 
 def test_after_a_blocked_loop_async_functions_start_again_on_the_new_one(
-    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker, gate: threading.Event
+    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker, go_on: threading.Event
 ) -> None:
     starts: list[Any] = []
 
@@ -187,7 +187,7 @@ def test_after_a_blocked_loop_async_functions_start_again_on_the_new_one(
 
     @handlers.handler("orders", "block", timeout=0.3)
     async def block(command: Any, ctx: Any) -> None:
-        gate.wait(60)
+        go_on.wait(60)
 
     @handlers.handler("orders", "use")
     async def use(command: Any, ctx: Any) -> bool:
@@ -206,7 +206,7 @@ def test_after_a_blocked_loop_async_functions_start_again_on_the_new_one(
 
 
 def test_a_failing_start_on_the_new_loop_ends_the_worker(
-    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker, gate: threading.Event
+    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker, go_on: threading.Event
 ) -> None:
     starts: list[int] = []
 
@@ -218,7 +218,7 @@ def test_a_failing_start_on_the_new_loop_ends_the_worker(
 
     @handlers.handler("orders", "block", timeout=0.3)
     async def block(command: Any, ctx: Any) -> None:
-        gate.wait(60)
+        go_on.wait(60)
 
     worker = start_worker(handlers, cancel_grace=0.2)
     bus.send("orders", "block", max_attempts=1)
@@ -228,7 +228,7 @@ def test_a_failing_start_on_the_new_loop_ends_the_worker(
 
 
 def test_on_the_loop_of_the_application(
-    bus: CommandBus, database: str, handlers: HandlerRegistry, gate: threading.Event
+    bus: CommandBus, database: str, handlers: HandlerRegistry, go_on: threading.Event
 ) -> None:
     did: list[Any] = []
     here = asyncio.new_event_loop()
@@ -241,11 +241,11 @@ def test_on_the_loop_of_the_application(
 
     @handlers.handler("orders", "block", timeout=0.3)
     async def block(command: Any, ctx: Any) -> None:
-        gate.wait(60)  # blocks the loop, until the attempt is given up
+        go_on.wait(60)  # blocks the loop, until the attempt is given up
 
     def release() -> None:
         until(lambda: bus.get_attempts("orders", "b").items)
-        gate.set()
+        go_on.set()
 
     @handlers.handler("orders", "ship")
     async def ship(command: Any, ctx: Any) -> str:

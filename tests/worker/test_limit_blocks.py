@@ -99,7 +99,7 @@ def test_a_permit_is_taken_and_given_back(
     handlers: HandlerRegistry,
     start_worker: Start,
     lane: str,
-    gate: threading.Event,
+    go_on: threading.Event,
 ) -> None:
     bus.declare_limit(Limit("docai", concurrency=2))
     seen: list[Any] = []
@@ -107,7 +107,7 @@ def test_a_permit_is_taken_and_given_back(
     async def page(command: Any, ctx: Any) -> None:
         async with either(ctx.limit("docai")) as call:
             seen.append((call.limit, call.is_lost, call.remaining() is None or call.remaining() > 1))
-            await opened(gate)
+            await opened(go_on)
 
     add(handlers, lane, "page", page)
     sent = bus.send("orders", "page")
@@ -115,7 +115,7 @@ def test_a_permit_is_taken_and_given_back(
     until(lambda: len(holders(db)) == 1)
     (token,) = holders(db)
     assert sent.command_id in token  # who holds it can be seen
-    gate.set()
+    go_on.set()
     until(lambda: status_of(bus, sent) is CommandStatus.COMPLETED)
     until(lambda: holders(db) == {})
     assert seen == [("docai", False, True)]
@@ -149,7 +149,7 @@ def test_who_waits_is_told_when_a_permit_is_free(
     handlers: HandlerRegistry,
     start_worker: Start,
     lane: str,
-    gate: threading.Event,
+    go_on: threading.Event,
     never_sweeps: None,
 ) -> None:
     """No polling: while a caller waits, the limit client asks the database nothing."""
@@ -160,7 +160,7 @@ def test_who_waits_is_told_when_a_permit_is_free(
         async with either(ctx.limit("docai")):
             order.append(command.data)
             if command.data == 0:
-                await opened(gate)
+                await opened(go_on)
 
     add(handlers, lane, "page", page)
     bus.send("orders", "page", 0)
@@ -176,7 +176,7 @@ def test_who_waits_is_told_when_a_permit_is_free(
     )
     until(lambda: one(db, quiet.replace("%%", "%")))
     assert order == [0]
-    gate.set()
+    go_on.set()
     until(lambda: order == [0, 1, 2, 3])
     until(lambda: holders(db) == {})
 
@@ -187,14 +187,14 @@ def test_waiting_too_long_names_the_limit_and_is_not_a_429(
     handlers: HandlerRegistry,
     start_worker: Start,
     lane: str,
-    gate: threading.Event,
+    go_on: threading.Event,
 ) -> None:
     bus.declare_limit(Limit("docai", concurrency=1))
     errors: list[Exception] = []
 
     async def holder(command: Any, ctx: Any) -> None:
         async with either(ctx.limit("docai")):
-            await opened(gate)
+            await opened(go_on)
 
     async def waiter(command: Any, ctx: Any) -> None:
         try:
@@ -218,7 +218,7 @@ def test_waiting_too_long_names_the_limit_and_is_not_a_429(
     assert errors[0].limit == "docai"  # type: ignore[attr-defined]
     assert one(db, "SELECT (step, failures, rate_limited) = (0, 0, 0) FROM commandbus.limits")
     until(lambda: in_line(db) == 0)
-    gate.set()
+    go_on.set()
     until(lambda: holders(db) == {})
 
 
@@ -251,7 +251,7 @@ def test_the_wait_counts_against_the_deadline(
     handlers: HandlerRegistry,
     start_worker: Start,
     lane: str,
-    gate: threading.Event,
+    go_on: threading.Event,
 ) -> None:
     bus.declare_limit(Limit("docai", concurrency=1))
     errors: list[BaseException] = []
@@ -516,7 +516,7 @@ def test_ac1_by_default_a_timed_out_call_is_retried(
 
 
 def test_a_sync_call_that_ignores_its_time_goes_down_the_ladder_and_the_others_go_on(
-    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: Start, gate: threading.Event
+    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: Start, go_on: threading.Event
 ) -> None:
     bus.declare_limit(Limit("docai", concurrency=5, lease=30))
 
@@ -524,7 +524,7 @@ def test_a_sync_call_that_ignores_its_time_goes_down_the_ladder_and_the_others_g
     def page(command: Any, ctx: Any) -> None:
         with ctx.limit("docai", timeout=0.3):
             if command.data == "deaf":
-                gate.wait(60)
+                go_on.wait(60)
 
     deaf = bus.send("orders", "page", "deaf")
     start_worker(handlers, concurrency=1, cancel_grace=0.3)
@@ -800,7 +800,7 @@ def test_a_probe_that_is_canceled_makes_room_for_another(
     handlers: HandlerRegistry,
     start_worker: Start,
     lane: str,
-    gate: threading.Event,
+    go_on: threading.Event,
 ) -> None:
     calls: list[int] = []
 

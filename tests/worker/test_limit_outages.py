@@ -153,13 +153,13 @@ def test_one_bad_command_among_others_does_not_open_the_breaker(
     handlers: HandlerRegistry,
     start_worker: Start,
     api: Api,
-    gate: threading.Event,
+    go_on: threading.Event,
 ) -> None:
     api.bad["bad"] = "503"
 
     @handlers.handler("orders", "slow", limits=[Limit("docai", concurrency=3)])
     def slow(command: Any, ctx: Any) -> None:
-        gate.wait(30)
+        go_on.wait(30)
 
     listen(handlers, api, Limit("docai", concurrency=3), retry_policy=RetryPolicy(6, backoff_schedule=[0]))
     bus.send("orders", "slow")
@@ -250,7 +250,7 @@ def test_a_probe_is_charged_when_another_call_has_succeeded_since_the_breaker_op
     handlers: HandlerRegistry,
     start_worker: Start,
     api: Api,
-    gate: threading.Event,
+    go_on: threading.Event,
 ) -> None:
     """Then the API works, and the command is to blame. That call was under way when the breaker opened."""
     api.bad["bad"] = "503"
@@ -258,7 +258,7 @@ def test_a_probe_is_charged_when_another_call_has_succeeded_since_the_breaker_op
 
     @handlers.handler("orders", "slow", limits=[docai])
     def slow(command: Any, ctx: Any) -> None:
-        gate.wait(30)
+        go_on.wait(30)
 
     probing = threading.Event()
     succeeded = threading.Event()
@@ -277,7 +277,7 @@ def test_a_probe_is_charged_when_another_call_has_succeeded_since_the_breaker_op
     assert probing.wait(20)
     bus.send("orders", "page", command_id="other")
     until(lambda: bus.status("orders")[0].parked == 1)
-    gate.set()
+    go_on.set()
     until(lambda: limit_state(db, "good_at > opened_at"))
     succeeded.set()
     until(lambda: statuses(db).get("IN_TROUBLESHOOTING_QUEUE") == 1)
@@ -292,7 +292,7 @@ def test_a_hung_probe_of_a_limited_command_is_waived_while_others_wait(
     handlers: HandlerRegistry,
     start_worker: Start,
     redis_url: str,
-    gate: threading.Event,
+    go_on: threading.Event,
     store: str,
     others: int,
 ) -> None:
@@ -304,7 +304,7 @@ def test_a_hung_probe_of_a_limited_command_is_waived_while_others_wait(
     def page(command: Any, ctx: Any) -> None:
         began.append(command.command_id)
         if began == ["hangs"]:
-            gate.wait(30)
+            go_on.wait(30)
 
     names = ["hangs", *(f"waits{n}" for n in range(others))]
     bus.send_many("orders", [NewCommand("page", command_id=name) for name in names])
@@ -337,7 +337,7 @@ def test_a_hung_probe_is_waived_in_a_block_too(
     database: str,
     handlers: HandlerRegistry,
     start_worker: Start,
-    gate: threading.Event,
+    go_on: threading.Event,
 ) -> None:
     """Given up as stuck while a program waits: that one is the next probe, and the attempt is not charged.
 
@@ -350,7 +350,7 @@ def test_a_hung_probe_is_waived_in_a_block_too(
         with ctx.limit("docai", wait=30, timeout=5):
             began.append("page")
             if began == ["page"]:
-                gate.wait(30)
+                go_on.wait(30)
 
     def call() -> None:
         with CommandBus(database) as program, program.limit("docai", wait=60):
@@ -409,19 +409,19 @@ def test_a_line_that_moves_never_expires(
 
 
 def test_nobody_is_given_up_for_the_time_without_workers(
-    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: Start, gate: threading.Event
+    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: Start, go_on: threading.Event
 ) -> None:
     """All workers were stopped over a long weekend: what waits goes on where it was."""
     listen(handlers, Api(), Limit("docai", concurrency=1))
 
     @handlers.handler("orders", "slow", limits=["docai"])
     def slow(command: Any, ctx: Any) -> None:
-        gate.wait(30)
+        go_on.wait(30)
 
     bus.send_many("orders", [NewCommand("slow"), *(NewCommand("page", command_id=f"c{n}") for n in range(3))])
     worker = start_worker(handlers)
     until(lambda: bus.status("orders")[0].parked == 3 and limit_state(db, "tended_at IS NOT NULL"))
-    gate.set()
+    go_on.set()
     worker.stop()
     db.execute(
         "UPDATE commandbus.parked SET first_parked_at = now() - interval '3 days', woken_at = NULL, token = NULL"
@@ -438,13 +438,13 @@ def test_nobody_is_given_up_for_the_time_without_workers(
 
 
 def test_a_line_that_stands_still_for_a_day_needs_a_person(
-    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: Start, gate: threading.Event
+    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: Start, go_on: threading.Event
 ) -> None:
     """Nobody has said anything of max_wait."""
 
     @handlers.handler("orders", "slow", limits=[Limit("docai", concurrency=1)])
     def slow(command: Any, ctx: Any) -> None:
-        gate.wait(30)
+        go_on.wait(30)
 
     bus.send_many("orders", [NewCommand("slow", command_id=name) for name in ("holds", "waits")])
     start_worker(handlers)
@@ -464,16 +464,16 @@ def test_a_line_that_stands_still_for_a_day_needs_a_person(
 
 
 def test_a_command_whose_limit_is_gone_goes_on_if_its_handler_needs_it_no_more(
-    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: Start, gate: threading.Event
+    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: Start, go_on: threading.Event
 ) -> None:
     """The new code knows of no limit at all, and a command of the old one waits."""
     old = HandlerRegistry()
-    old.register("orders", "page", lambda ctx: gate.wait(30), limits=[Limit("docai", concurrency=1)])
+    old.register("orders", "page", lambda ctx: go_on.wait(30), limits=[Limit("docai", concurrency=1)])
     bus.send_many("orders", [NewCommand("page", command_id=name) for name in ("holds", "waits")])
     worker = start_worker(old)
     until(lambda: bus.status("orders")[0].parked == 1)
     worker.drain("the test says so")
-    gate.set()
+    go_on.set()
     worker.stop()
     db.execute("UPDATE commandbus.parked SET woken_at = NULL, token = NULL")
     db.execute("UPDATE pgmq.q_orders__commands SET vt = now() + interval '10 years', headers = NULL")
@@ -484,11 +484,11 @@ def test_a_command_whose_limit_is_gone_goes_on_if_its_handler_needs_it_no_more(
 
 
 def test_a_command_that_is_parked_for_a_limit_that_is_gone_is_handed_to_a_person(
-    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: Start, gate: threading.Event
+    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: Start, go_on: threading.Event
 ) -> None:
     @handlers.handler("orders", "slow", limits=["docai"])
     def slow(command: Any, ctx: Any) -> None:
-        gate.wait(30)
+        go_on.wait(30)
 
     bus.set_limit("docai", concurrency=1)
     start_worker(handlers)

@@ -76,10 +76,10 @@ def test_no_more_than_the_limit_run_at_once_and_all_run_in_their_order(bus, db, 
     assert db.execute("SELECT count(*) FROM commandbus.command WHERE attempt > waived + 1").fetchone() == (0,)
 
 
-def test_other_work_goes_on_while_the_limit_is_full(bus, db, handlers, start_worker, gate):
+def test_other_work_goes_on_while_the_limit_is_full(bus, db, handlers, start_worker, go_on):
     @handlers.handler("orders", "page", limits=[Limit("docai", concurrency=1)])
     def page(command: Any, ctx: Any) -> None:
-        gate.wait(30)
+        go_on.wait(30)
 
     @handlers.handler("orders", "other")
     def other(command: Any, ctx: Any) -> None:
@@ -91,20 +91,20 @@ def test_other_work_goes_on_while_the_limit_is_full(bus, db, handlers, start_wor
     bus.send_many("orders", [NewCommand("other", n) for n in range(50)])
     until(lambda: completed(db) == 50)
     assert bus.status("orders")[0].running == 1
-    gate.set()
+    go_on.set()
     until(lambda: completed(db) == 70, seconds=30)
 
 
-def test_a_parked_command_spends_no_attempt(bus, db, handlers, start_worker, gate):
+def test_a_parked_command_spends_no_attempt(bus, db, handlers, start_worker, go_on):
     @handlers.handler("orders", "page", limits=[Limit("docai", concurrency=1)])
     def page(command: Any, ctx: Any) -> str:
-        gate.wait(30)
+        go_on.wait(30)
         return f"attempt {ctx.attempt} of {ctx.max_attempts}, number {ctx.attempt_number}"
 
     sent = [bus.send("orders", "page", n, max_attempts=1) for n in range(3)]
     start_worker(handlers, concurrency=4)
     until(lambda: bus.status("orders")[0].parked == 2)
-    gate.set()
+    go_on.set()
     until(lambda: completed(db) == 3)
     found = [bus.get_command("orders", item.command_id) for item in sent]
     assert {record.status for record in found} == {CommandStatus.COMPLETED}
@@ -225,7 +225,7 @@ def test_retry_after_wins_over_the_schedule(bus, db, handlers, start_worker):
     assert calls[1] - calls[0] >= 0.3
 
 
-def test_after_a_back_off_one_probe_goes_first(bus, db, handlers, start_worker, gate):
+def test_after_a_back_off_one_probe_goes_first(bus, db, handlers, start_worker, go_on):
     started: list[int] = []
     probing = threading.Event()
 
@@ -236,7 +236,7 @@ def test_after_a_back_off_one_probe_goes_first(bus, db, handlers, start_worker, 
             raise RateLimitError
         if len(started) == 2:
             probing.set()
-            gate.wait(30)
+            go_on.wait(30)
 
     bus.send_many("orders", [NewCommand("page", n) for n in range(5)])
     start_worker(handlers, concurrency=1)
@@ -245,7 +245,7 @@ def test_after_a_back_off_one_probe_goes_first(bus, db, handlers, start_worker, 
     assert worker == (True,)
     until(lambda: bus.status("orders")[0].parked == 4)
     assert len(started) == 2
-    gate.set()
+    go_on.set()
     until(lambda: completed(db) == 5, seconds=20)
 
 
@@ -272,10 +272,10 @@ def test_at_its_cap_of_tries_a_command_goes_to_the_tsq_as_rate_limited(bus, db, 
     assert "tries of limit docai is 2" in row[1]
 
 
-def test_max_wait_hands_a_command_to_a_person(bus, db, handlers, start_worker, gate):
+def test_max_wait_hands_a_command_to_a_person(bus, db, handlers, start_worker, go_on):
     @handlers.handler("orders", "page", limits=[Limit("docai", concurrency=1, max_wait=0.3)])
     def page(command: Any, ctx: Any) -> None:
-        gate.wait(30)
+        go_on.wait(30)
 
     bus.send("orders", "page", 1)
     start_worker(handlers, concurrency=2)
@@ -310,10 +310,10 @@ def test_an_unknown_limit_is_refused_at_start(bus, handlers, start_worker):
         start_worker(handlers)
 
 
-def test_a_parked_command_can_be_cancelled(bus, db, handlers, start_worker, gate):
+def test_a_parked_command_can_be_cancelled(bus, db, handlers, start_worker, go_on):
     @handlers.handler("orders", "page", limits=[Limit("docai", concurrency=1)])
     def page(command: Any, ctx: Any) -> None:
-        gate.wait(30)
+        go_on.wait(30)
 
     bus.send("orders", "page", 1)
     start_worker(handlers, concurrency=2)
@@ -323,7 +323,7 @@ def test_a_parked_command_can_be_cancelled(bus, db, handlers, start_worker, gate
     bus.cancel("orders", waiting.command_id, operator="ann")
     assert bus.get_command("orders", waiting.command_id).status is CommandStatus.CANCELED
     assert db.execute("SELECT count(*) FROM commandbus.parked").fetchone() == (0,)
-    gate.set()
+    go_on.set()
     until(lambda: completed(db) == 1)
 
 
@@ -417,20 +417,20 @@ def test_a_limit_that_is_removed_while_its_permit_is_held_ends_nothing(bus, db):
     until(lambda: holders(db) == {})
 
 
-def test_what_is_parked_when_the_last_worker_stops_goes_on_with_the_next(bus, db, handlers, start_worker, gate):
+def test_what_is_parked_when_the_last_worker_stops_goes_on_with_the_next(bus, db, handlers, start_worker, go_on):
     ran: list[int] = []
 
     @handlers.handler("orders", "page", limits=[Limit("docai", concurrency=1)])
     def page(command: Any, ctx: Any) -> None:
         ran.append(command.data)
         if command.data == 0:
-            gate.wait(30)
+            go_on.wait(30)
 
     bus.send_many("orders", [NewCommand("page", n) for n in range(4)])
     first = start_worker(handlers)
     until(lambda: bus.status("orders")[0].parked == 3)
     first.drain("the test says so")
-    gate.set()
+    go_on.set()
     first.stop()
     assert ran == [0]
     db.execute("UPDATE commandbus.parked SET woken_at = NULL, token = NULL")
@@ -470,17 +470,17 @@ def test_who_declares_a_limit_otherwise_is_written_down(bus, db, caplog):
     assert actions == [("limit docai", "DECLARE", {"concurrency": 9})]
 
 
-def test_a_longest_wait_that_is_set_counts_for_those_who_wait_already(bus, db, handlers, start_worker, gate):
+def test_a_longest_wait_that_is_set_counts_for_those_who_wait_already(bus, db, handlers, start_worker, go_on):
     @handlers.handler("orders", "page", limits=[Limit("docai", concurrency=1)])
     def page(command: Any, ctx: Any) -> None:
-        gate.wait(30)
+        go_on.wait(30)
 
     bus.send_many("orders", [NewCommand("page", command_id=name) for name in ("first", "second")])
     start_worker(handlers, concurrency=2)
     until(lambda: bus.status("orders")[0].parked == 1)
     bus.set_limit("docai", max_wait=0.2)
     until(lambda: statuses(db).get("IN_TROUBLESHOOTING_QUEUE") == 1)
-    gate.set()
+    go_on.set()
     until(lambda: completed(db) == 1)
     (waited,) = TroubleshootingQueue(bus).list("orders")
     assert (waited.command_id, waited.error_code) == ("second", "LIMIT_WAIT")

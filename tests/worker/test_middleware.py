@@ -241,7 +241,7 @@ def test_an_included_registry_brings_its_own_inside(bus: CommandBus, db: Db, sta
 
 
 def test_the_deadline_holds_for_it_and_a_transaction_is_one(
-    bus: CommandBus, db: Db, lane: str, start_worker: StartWorker, gate: threading.Event
+    bus: CommandBus, db: Db, lane: str, start_worker: StartWorker, go_on: threading.Event
 ) -> None:
     """What hangs in a middleware is stuck; what raises after the commit is only noted."""
     handlers = HandlerRegistry()
@@ -249,7 +249,7 @@ def test_the_deadline_holds_for_it_and_a_transaction_is_one(
 
     def sync(command: Any, ctx: Any, call_next: Any) -> Any:
         if command.data == "hang":
-            gate.wait(30)
+            go_on.wait(30)
         result = call_next()
         if command.data == "late":
             raise LookupError("after the commit")

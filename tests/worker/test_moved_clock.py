@@ -45,7 +45,7 @@ def test_a_handler_that_moves_the_clock_harms_no_neighbor(
     handlers: HandlerRegistry,
     start_worker: StartWorker,
     lane: str,
-    gate: threading.Event,
+    go_on: threading.Event,
     clocks: Callable[[float, float], None],
     factor: float,
     seconds: float,
@@ -55,7 +55,7 @@ def test_a_handler_that_moves_the_clock_harms_no_neighbor(
 
     async def neighbor(command: Any, ctx: Any) -> str:
         beside.set()
-        await opened(gate)
+        await opened(go_on)
         left.append(ctx.remaining())
         return "done"
 
@@ -68,7 +68,7 @@ def test_a_handler_that_moves_the_clock_harms_no_neighbor(
     first_end = one(db, "SELECT vt FROM pgmq.q_orders__commands ORDER BY msg_id LIMIT 1")
     # Its lease is renewed with the clocks moved, and the ladder has looked at it several times.
     until(lambda: one(db, "SELECT now() > %s + interval '0.5 s'", first_end))
-    gate.set()
+    go_on.set()
     until_settled(db)
     found = bus.get_command("orders", "n")
     assert found is not None

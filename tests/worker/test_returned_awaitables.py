@@ -127,10 +127,10 @@ def test_a_deadline_and_a_person_cancel_it(
 
 
 def test_one_that_swallows_its_cancel_is_stuck_and_its_slot_comes_back(
-    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker, gate: threading.Event
+    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker, go_on: threading.Event
 ) -> None:
     async def swallow(command: Any, ctx: Any) -> None:
-        while not gate.is_set():
+        while not go_on.is_set():
             try:
                 await asyncio.sleep(0.05)
             except asyncio.CancelledError:
@@ -155,12 +155,12 @@ def test_one_that_swallows_its_cancel_is_stuck_and_its_slot_comes_back(
 
 
 def test_one_that_blocks_the_loop_is_given_up_with_it(
-    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker, gate: threading.Event
+    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker, go_on: threading.Event
 ) -> None:
     beside = threading.Event()
 
     async def block(command: Any, ctx: Any) -> None:
-        gate.wait(30)  # not awaited: the loop stands still
+        go_on.wait(30)  # not awaited: the loop stands still
 
     async def bystander(command: Any, ctx: Any) -> str:
         if not beside.is_set():

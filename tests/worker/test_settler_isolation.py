@@ -98,7 +98,7 @@ def test_a_row_that_somebody_holds_is_tried_again_while_its_neighbours_settle(
     db: Db,
     start_worker: StartWorker,
     lane: str,
-    gate: threading.Event,
+    go_on: threading.Event,
 ) -> None:
     handlers = HandlerRegistry()
     runs: list[str] = []
@@ -106,7 +106,7 @@ def test_a_row_that_somebody_holds_is_tried_again_while_its_neighbours_settle(
     async def work(command: Any, ctx: Any) -> None:
         runs.append(command.command_id)
         if command.command_id == "held":
-            await opened(gate)
+            await opened(go_on)
 
     add(handlers, lane, "work", work)
     bus.send("orders", "work", command_id="held")
@@ -114,7 +114,7 @@ def test_a_row_that_somebody_holds_is_tried_again_while_its_neighbours_settle(
     until(lambda: runs == ["held"])
     with psycopg.connect(database) as other:
         other.execute("SELECT FROM pgmq.q_orders__commands FOR UPDATE")
-        gate.set()
+        go_on.set()
         bus.send_many("orders", [NewCommand("work") for _ in range(100)])
         until(lambda: statuses(db) == {"COMPLETED": 100, "PENDING": 1})
         other.rollback()

@@ -119,7 +119,7 @@ def test_progress_waits_for_the_end_of_the_block(
     handlers: HandlerRegistry,
     start_worker: StartWorker,
     lane: str,
-    gate: threading.Event,
+    go_on: threading.Event,
 ) -> None:
     inside, outside = threading.Event(), threading.Event()
 
@@ -135,7 +135,7 @@ def test_progress_waits_for_the_end_of_the_block(
                 raise RuntimeError("not in this way")
         except RuntimeError:
             outside.set()
-            await opened(gate)
+            await opened(go_on)
 
     add(handlers, lane, "work", work, timeout=30)
     bus.send("orders", "work", command_id="c")
@@ -143,7 +143,7 @@ def test_progress_waits_for_the_end_of_the_block(
     until(inside.is_set)
     until(lambda: record(bus).progress == {"page": 1})
     assert outside.is_set()
-    gate.set()
+    go_on.set()
     until_settled(db)
     assert (record(bus).status, one(db, "SELECT count(*) FROM ledger")) == (CommandStatus.COMPLETED, 0)
 
@@ -154,7 +154,7 @@ def test_a_cancel_wins(
     handlers: HandlerRegistry,
     start_worker: StartWorker,
     lane: str,
-    gate: threading.Event,
+    go_on: threading.Event,
 ) -> None:
     """Whether the handler hears of it or is on its last line, nothing of it is committed."""
     inside = threading.Event()
@@ -163,14 +163,14 @@ def test_a_cancel_wins(
         async with either(ctx.transaction(isolation="serializable")) as tx:
             await done(tx.execute(INSERT, (command.command_id,)))
             inside.set()
-            await opened(gate)
+            await opened(go_on)
 
     add(handlers, lane, "work", work, timeout=20)
     bus.send("orders", "work", command_id="c")
     start_worker(handlers, retry_policy=AT_ONCE, cancel_grace=8)
     until(inside.is_set)
     bus.cancel("orders", "c", operator="ann")
-    gate.set()
+    go_on.set()
     until_settled(db)
     assert record(bus).status is CommandStatus.CANCELED
     assert one(db, "SELECT count(*) FROM ledger") == 0

@@ -141,7 +141,7 @@ def test_what_is_known_to_be_lost_is_dropped(
     db: Db,
     handlers: HandlerRegistry,
     start_worker: StartWorker,
-    gate: threading.Event,
+    go_on: threading.Event,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It waits behind a slow one. The keeper hears that it is lost, so it is neither started nor settled."""
@@ -151,7 +151,7 @@ def test_what_is_known_to_be_lost_is_dropped(
     @handlers.handler("orders", "work", timeout=60)
     def work(command: Any, ctx: Any) -> None:
         runs.append(command.command_id)
-        gate.wait(20)
+        go_on.wait(20)
 
     worker = start_worker(handlers, concurrency=1, **short_lease())
     runtime = runtime_of(worker)
@@ -165,7 +165,7 @@ def test_what_is_known_to_be_lost_is_dropped(
     )
     runtime.dispatcher.deliver("orders", [second], boottime())
     until(lambda: any(attempt.is_lost for attempt in list(runtime.attempts.held)))
-    gate.set()
+    go_on.set()
     until(lambda: not runtime.attempts.held)
     assert runs == ["a"]
     assert verdicts(db, "b") == []
@@ -177,7 +177,7 @@ def test_a_suspect_that_is_lost_before_it_starts_keeps_no_other_waiting(
     db: Db,
     handlers: HandlerRegistry,
     start_worker: StartWorker,
-    gate: threading.Event,
+    go_on: threading.Event,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Suspects run one at a time. It was to be that one, and is somebody else's by now."""
@@ -187,7 +187,7 @@ def test_a_suspect_that_is_lost_before_it_starts_keeps_no_other_waiting(
     @handlers.handler("orders", "work", timeout=60)
     def work(command: Any, ctx: Any) -> None:
         runs.append(command.command_id)
-        gate.wait(20)
+        go_on.wait(20)
 
     worker = start_worker(handlers, concurrency=1, **short_lease())
     runtime = runtime_of(worker)
@@ -201,7 +201,7 @@ def test_a_suspect_that_is_lost_before_it_starts_keeps_no_other_waiting(
     )
     runtime.dispatcher.deliver("orders", [tuple(ClaimedRow(*second)._replace(suspect=1, alone=True))], boottime())
     until(lambda: len(runtime.attempts.held) == 1, what="it is given up before it is its turn in a slot")
-    gate.set()
+    go_on.set()
     until(lambda: not runtime.attempts.held)
     assert runs == ["a"]
     with db.transaction():
@@ -249,7 +249,7 @@ def test_the_wait_for_a_permit_is_no_wait_for_a_slot(
     db: Db,
     handlers: HandlerRegistry,
     start_worker: StartWorker,
-    gate: threading.Event,
+    go_on: threading.Event,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A command that was long at its limit, and has just got a permit, is not taken for one that waits for slow
@@ -262,7 +262,7 @@ def test_the_wait_for_a_permit_is_no_wait_for_a_slot(
     @handlers.handler("orders", "work", timeout=60)
     def work(command: Any, ctx: Any) -> None:
         began.set()
-        gate.wait(20)
+        go_on.wait(20)
 
     handlers.register("orders", "page", lambda ctx: None, limits=["docai"])
     worker = start_worker(handlers, concurrency=1, visibility_timeout=120.0)  # it is not renewed so soon
@@ -273,7 +273,7 @@ def test_the_wait_for_a_permit_is_no_wait_for_a_slot(
     runtime.dispatcher.deliver("orders", [row], boottime() - 15.0)
     until(lambda: runtime.dispatcher._slots.waiting)
     look_once(runtime)
-    gate.set()
+    go_on.set()
     until_settled(db)
     assert verdicts(db, "c") == []
 
@@ -283,7 +283,7 @@ def test_one_look_does_not_tell_that_the_slots_are_busy(
     db: Db,
     handlers: HandlerRegistry,
     start_worker: StartWorker,
-    gate: threading.Event,
+    go_on: threading.Event,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A worker that had no processor for a while gives nothing back that it can start now."""
@@ -293,7 +293,7 @@ def test_one_look_does_not_tell_that_the_slots_are_busy(
     @handlers.handler("orders", "work", timeout=60)
     def work(command: Any, ctx: Any) -> None:
         began.set()
-        gate.wait(20)
+        go_on.wait(20)
 
     worker = start_worker(handlers, concurrency=1, visibility_timeout=120.0)  # it is not renewed so soon
     runtime = runtime_of(worker)
@@ -307,4 +307,4 @@ def test_one_look_does_not_tell_that_the_slots_are_busy(
     until(lambda: verdicts(db, "c") == [(1, "GIVEN_BACK")])
     (told,) = bus.get_attempts("orders", "c")
     assert told.error == "given back before it had started: the slots of its worker are busy"
-    gate.set()
+    go_on.set()

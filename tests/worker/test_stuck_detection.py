@@ -72,7 +72,7 @@ def test_cancel_sets_flag(bus: CommandBus, db: Db, handlers: HandlerRegistry, st
 
 
 def test_grace_period_respected(
-    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker, gate: threading.Event
+    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker, go_on: threading.Event
 ) -> None:
     """Seed 001 test_grace_period_respected: during its grace an attempt is not stuck, and keeps its lease."""
     canceled = threading.Event()
@@ -81,7 +81,7 @@ def test_grace_period_respected(
     def work(ctx: Any) -> str:
         assert ctx.canceled.wait(10)
         canceled.set()
-        gate.wait(10)
+        go_on.wait(10)
         return "late but in time"
 
     bus.send("orders", "work", command_id="c")
@@ -89,7 +89,7 @@ def test_grace_period_respected(
     assert canceled.wait(5)
     assert worker.health_status.stuck_threads == 0
     assert bus.get_command("orders", "c").status is CommandStatus.IN_PROGRESS  # type: ignore[union-attr]
-    gate.set()
+    go_on.set()
     until_settled(db)
     assert bus.get_command("orders", "c").result == "late but in time"  # type: ignore[union-attr]
     assert verdicts(db, "c") == []
@@ -100,7 +100,7 @@ def test_marked_stuck_after_grace(
     db: Db,
     handlers: HandlerRegistry,
     start_worker: StartWorker,
-    gate: threading.Event,
+    go_on: threading.Event,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Seed 001 test_marked_stuck_after_grace, seed 000 AC4: logged, recorded, and the slot reclaimed."""
@@ -108,7 +108,7 @@ def test_marked_stuck_after_grace(
 
     @handlers.handler("orders", "hang")
     def hang(ctx: Any) -> None:
-        hold_until(gate)
+        hold_until(go_on)
 
     @handlers.handler("orders", "quick")
     def quick(ctx: Any) -> None: ...
@@ -126,7 +126,7 @@ def test_marked_stuck_after_grace(
     # The only slot is back, while the handler still holds its thread.
     bus.send("orders", "quick", command_id="next")
     until(lambda: bus.get_command("orders", "next").status is CommandStatus.COMPLETED)  # type: ignore[union-attr]
-    assert not gate.is_set()
+    assert not go_on.is_set()
 
 
 def test_completion_during_grace(
@@ -151,7 +151,7 @@ def test_completion_during_grace(
 
 
 def test_drain_triggered(
-    bus: CommandBus, db: Db, handlers: HandlerRegistry, database: str, gate: threading.Event
+    bus: CommandBus, db: Db, handlers: HandlerRegistry, database: str, go_on: threading.Event
 ) -> None:
     """Seed 001 test_drain_triggered: a supervised worker drains: claims no more, lets healthy ones finish."""
     states: list[tuple[str, str]] = []
@@ -159,7 +159,7 @@ def test_drain_triggered(
 
     @handlers.handler("orders", "hang")
     def hang(ctx: Any) -> None:
-        hold_until(gate)
+        hold_until(go_on)
 
     @handlers.handler("orders", "healthy", timeout=30)
     def work(ctx: Any) -> str:
@@ -224,7 +224,7 @@ def test_execution_history_shows_execution_stuck(
 
 
 def test_a_zombie_lands_nothing(
-    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker, gate: threading.Event
+    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker, go_on: threading.Event
 ) -> None:
     """TRAPS 15: neither its completion, nor its writes, nor a new connection."""
     db.execute("CREATE TABLE mark (text text)")
@@ -235,7 +235,7 @@ def test_a_zombie_lands_nothing(
     def zombie(ctx: Any) -> None:
         try:
             with ctx.connection() as conn:
-                while not gate.is_set():
+                while not go_on.is_set():
                     try:
                         conn.execute("INSERT INTO mark VALUES ('held')")
                         conn.execute("SELECT pg_sleep(60)")
@@ -253,7 +253,7 @@ def test_a_zombie_lands_nothing(
     bus.send("orders", "zombie", command_id="c")
     start_worker(handlers, **SHORT)
     until_settled(db)
-    gate.set()
+    go_on.set()
     assert over.wait(10)
     assert len(errors) == 2
     assert one(db, "SELECT count(*) FROM mark") == 0
@@ -370,14 +370,14 @@ def test_cancelling_a_running_command(
 
 
 def test_a_cancelled_command_that_hangs_is_canceled_too(
-    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker, gate: threading.Event
+    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker, go_on: threading.Event
 ) -> None:
     started = threading.Event()
 
     @handlers.handler("orders", "hang", timeout=0)
     def hang(ctx: Any) -> None:
         started.set()
-        hold_until(gate)
+        hold_until(go_on)
 
     bus.send("orders", "hang", command_id="c")
     start_worker(handlers, cancel_grace=0.4)
@@ -408,13 +408,13 @@ def test_a_command_that_completes_in_its_grace_is_not_canceled(
 
 
 def test_an_async_handler_that_swallows_its_cancel_is_stuck_and_its_slot_comes_back(
-    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker, gate: threading.Event
+    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker, go_on: threading.Event
 ) -> None:
     import asyncio
 
     @handlers.handler("orders", "swallow")
     async def swallow(ctx: Any) -> None:
-        while not gate.is_set():
+        while not go_on.is_set():
             try:
                 await asyncio.sleep(0.05)
             except asyncio.CancelledError:
@@ -434,7 +434,7 @@ def test_an_async_handler_that_swallows_its_cancel_is_stuck_and_its_slot_comes_b
 
 
 def test_a_blocked_loop_is_given_up_and_its_bystanders_are_not_charged(
-    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker, gate: threading.Event
+    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker, go_on: threading.Event
 ) -> None:
     import asyncio
 
@@ -442,7 +442,7 @@ def test_a_blocked_loop_is_given_up_and_its_bystanders_are_not_charged(
 
     @handlers.handler("orders", "block", timeout=0.5)
     async def block(ctx: Any) -> None:
-        gate.wait(30)  # not awaited: the loop stands still
+        go_on.wait(30)  # not awaited: the loop stands still
 
     @handlers.handler("orders", "bystander", timeout=20)
     async def bystander(ctx: Any) -> str:
@@ -459,11 +459,12 @@ def test_a_blocked_loop_is_given_up_and_its_bystanders_are_not_charged(
     assert verdicts(db, "b") == [(1, "WAIVED")]
     assert runs == [(1, 1, 1), (1, 1, 2)]
     assert bus.get_command("orders", "b").result == "done"  # type: ignore[union-attr]
-    assert any("gate.wait" in frame for stack in attempt_of(db, "block")[6]["stacks"] for frame in stack["frames"])
+    stacks = attempt_of(db, "block")[6]["stacks"]
+    assert any("go_on.wait" in frame for stack in stacks for frame in stack["frames"])
 
 
 def test_a_neighbours_cancel_is_not_the_blockers(
-    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker, gate: threading.Event
+    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker, go_on: threading.Event
 ) -> None:
     """One async command is to be canceled, another blocks their loop: that one is stuck, not CANCELED."""
     import asyncio
@@ -474,7 +475,7 @@ def test_a_neighbours_cancel_is_not_the_blockers(
     async def block(ctx: Any) -> str:
         if ctx.attempt == 1:
             blocking.set()
-            gate.wait(30)
+            go_on.wait(30)
         return "second time"
 
     @handlers.handler("orders", "wait", timeout=600)
@@ -558,7 +559,7 @@ def test_a_session_that_has_a_stuck_attempts_process_id_by_now_is_spared(
     handlers: HandlerRegistry,
     start_worker: StartWorker,
     database: str,
-    gate: threading.Event,
+    go_on: threading.Event,
 ) -> None:
     """The attempt's own session ended, and the server has given its process id to somebody else."""
     with psycopg.connect(database, application_name="innocent") as innocent:
@@ -568,7 +569,7 @@ def test_a_session_that_has_a_stuck_attempts_process_id_by_now_is_spared(
             with ctx.connection() as conn:
                 conn.execute("SELECT 1")
                 ctx._attempt.borrowed.pid = innocent.info.backend_pid
-                gate.wait(30)
+                go_on.wait(30)
 
         bus.send("orders", "hang", command_id="c", max_attempts=1)
         start_worker(handlers, cancel_grace=0.3)

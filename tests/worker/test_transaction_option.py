@@ -230,14 +230,14 @@ def test_without_its_fence_nothing_of_it_is_committed(
     handlers: HandlerRegistry,
     start_worker: StartWorker,
     lane: str,
-    gate: threading.Event,
+    go_on: threading.Event,
 ) -> None:
     started = threading.Event()
 
     async def work(command: Any, ctx: Any, tx: Any) -> None:
         await done(tx.execute(INSERT, (command.command_id, ctx.attempt)))
         started.set()
-        await opened(gate)
+        await opened(go_on)
 
     add(handlers, lane, "work", work)
     bus.send("orders", "work", command_id="c")
@@ -246,7 +246,7 @@ def test_without_its_fence_nothing_of_it_is_committed(
     with db.transaction():  # or the worker itself would be faster
         db.execute("UPDATE pgmq.q_orders__commands SET vt = now() - interval '1 s'")
         bus.run(claim(domain="orders", worker="thief", n=1, lease_seconds=60, cursor=None), db)
-    gate.set()
+    go_on.set()
     worker.stop()
     assert rows(db) == []
     assert one(db, "SELECT headers ->> 'held_by' FROM pgmq.q_orders__commands") == "thief"

@@ -161,8 +161,8 @@ def test_many_that_waited_are_taken_beside_what_comes(bus: CommandBus, db: Db, s
 
 def test_a_worker_that_knows_it_takes_it_at_once(bus: CommandBus, db: Db, start_worker: StartWorker) -> None:
     """It is told, and does not wait for its next look at what is parked."""
-    gate = threading.Event()
-    busy = knowing("ship", "wait", handle=lambda ctx: gate.wait(20))
+    go_on = threading.Event()
+    busy = knowing("ship", "wait", handle=lambda ctx: go_on.wait(20))
     bus.send("orders", "wait")
     knows = start_worker(busy, concurrency=1)
     until(lambda: one(db, "SELECT count(*) = 1 FROM pgmq.q_orders__commands WHERE headers ? 'held_by'"))
@@ -173,7 +173,7 @@ def test_a_worker_that_knows_it_takes_it_at_once(bus: CommandBus, db: Db, start_
     until_known(db, "orders/ship")
     assert record(bus, "s").waiting_note == ("waits for a free slot: 1 running worker handles orders/ship")
     assert found.status is CommandStatus.PENDING
-    gate.set()
+    go_on.set()
     until_settled(db)
     assert record(bus, "s").worker == knows.id
 
@@ -214,9 +214,9 @@ def test_after_the_timeout_without_a_worker_that_knows_it_a_person_is_asked(
 def test_the_clock_runs_only_while_no_live_worker_knows_it(
     bus: CommandBus, db: Db, start_worker: StartWorker
 ) -> None:
-    gate = threading.Event()
+    go_on = threading.Event()
     bus.send("orders", "wait")
-    knows = start_worker(knowing("ship", "wait", handle=lambda ctx: gate.wait(30)), concurrency=1)
+    knows = start_worker(knowing("ship", "wait", handle=lambda ctx: go_on.wait(30)), concurrency=1)
     until_known(db, "orders/ship")
     bus.send("orders", "ship", command_id="s")
     start_worker(knowing("pack"), unknown_type_timeout=600.0)
@@ -225,7 +225,7 @@ def test_the_clock_runs_only_while_no_live_worker_knows_it(
     until_looked(db)
     assert record(bus, "s").status is CommandStatus.PENDING
     bus.pause("orders", operator="ada")  # so that it is not taken when its worker becomes free
-    gate.set()
+    go_on.set()
     knows.stop()
     bus.resume("orders")
     db.execute("UPDATE commandbus.parked SET parked_at = now() - interval '2 hours'")
@@ -270,9 +270,9 @@ def test_a_pause_comes_first(bus: CommandBus, db: Db, start_worker: StartWorker)
     bus.send("orders", "ship", command_id="after")
     until(lambda: record(bus, "after").waiting_for == "pause")
     age(db, 7200)
-    gate = start_worker(knowing("ship"))
+    go_on = start_worker(knowing("ship"))
     until(lambda: record(bus, "before").waiting_for == "pause")
-    assert gate.settled == 0
+    assert go_on.settled == 0
     bus.resume("orders", "ship")
     until_settled(db)
     assert statuses(db) == {"COMPLETED": 2}

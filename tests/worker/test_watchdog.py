@@ -128,13 +128,13 @@ def test_after_the_cool_down_it_is_tried_again_while_it_is_critical(
 def test_two_recoveries_never_overlap_and_the_watch_goes_on_while_one_blocks(
     worker: SmallWorker, watch: Callable[..., WorkerWatchdog], caplog: pytest.LogCaptureFixture
 ) -> None:
-    gate, running, most = threading.Event(), 0, 0
+    go_on, running, most = threading.Event(), 0, 0
 
     def block() -> None:
         nonlocal running, most
         running += 1
         most = max(most, running)
-        gate.wait(20)
+        go_on.wait(20)
         running -= 1
 
     watchdog = watch(block, cooldown=0)
@@ -144,7 +144,7 @@ def test_two_recoveries_never_overlap_and_the_watch_goes_on_while_one_blocks(
     assert (most, watchdog.is_recovering) == (1, True)
     until(lambda: any("has not ended after" in line for line in told(caplog, logging.CRITICAL)))
     worker.health_status = HealthStatus()
-    gate.set()
+    go_on.set()
     until(lambda: not watchdog.is_recovering)
     assert most == 1
 
@@ -291,14 +291,14 @@ def test_stopping_does_not_wait_for_the_next_look(worker: SmallWorker) -> None:
 def test_its_threads_do_not_keep_a_process_alive(
     worker: SmallWorker, watch: Callable[..., WorkerWatchdog]
 ) -> None:
-    gate = threading.Event()
-    watch(lambda: gate.wait(20))
+    go_on = threading.Event()
+    watch(lambda: go_on.wait(20))
     worker.break_down()
     names = {"worker-watchdog", "worker-recovery"}
     until(lambda: names <= {thread.name for thread in threading.enumerate()})
     assert all(thread.daemon for thread in threading.enumerate() if thread.name in names)
     worker.health_status = HealthStatus()
-    gate.set()
+    go_on.set()
 
 
 @pytest.mark.parametrize(

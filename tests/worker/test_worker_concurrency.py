@@ -71,13 +71,13 @@ def test_as_many_as_concurrency_when_handlers_block(
     handlers: HandlerRegistry,
     start_worker: StartWorker,
     lane: str,
-    gate: threading.Event,
+    go_on: threading.Event,
 ) -> None:
     crowd = Crowd()
 
     async def block(command: Any, ctx: Any) -> None:
         with crowd:
-            await opened(gate)
+            await opened(go_on)
 
     add(handlers, lane, "block", block)
     bus.send_many("orders", [NewCommand("block") for _ in range(20)])
@@ -85,26 +85,26 @@ def test_as_many_as_concurrency_when_handlers_block(
     until(lambda: crowd.inside == 7)
     # What does not run is not held either: it is there for other workers.
     assert one(db, "SELECT count(*) FROM pgmq.q_orders__commands WHERE headers ? 'held_by'") == 7
-    gate.set()
+    go_on.set()
     until_settled(db)
     assert (crowd.most, crowd.entered) == (7, 20)
 
 
 def test_both_lanes_together_fill_the_places(
-    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker, gate: threading.Event
+    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker, go_on: threading.Event
 ) -> None:
     crowd = Crowd()
 
     async def block(command: Any, ctx: Any) -> None:
         with crowd:
-            await opened(gate)
+            await opened(go_on)
 
     add(handlers, "sync", "sync", block)
     add(handlers, "async", "async", block)
     bus.send_many("orders", [NewCommand("sync" if n % 2 else "async") for n in range(16)])
     start_worker(handlers, concurrency=6)
     until(lambda: crowd.inside == 6)
-    gate.set()
+    go_on.set()
     until_settled(db)
     assert (crowd.most, crowd.entered) == (6, 16)
 
@@ -115,13 +115,13 @@ def test_one_blocked_lane_leaves_the_other_its_places(
     handlers: HandlerRegistry,
     start_worker: StartWorker,
     lane: str,
-    gate: threading.Event,
+    go_on: threading.Event,
 ) -> None:
     crowd = Crowd()
 
     async def block(command: Any, ctx: Any) -> None:
         with crowd:
-            await opened(gate)
+            await opened(go_on)
 
     async def quick(command: Any, ctx: Any) -> None: ...
 
@@ -132,7 +132,7 @@ def test_one_blocked_lane_leaves_the_other_its_places(
     bus.send_many("orders", [NewCommand("quick") for _ in range(200)])
     until(lambda: one(db, "SELECT count(*) FROM commandbus.command WHERE status = 'COMPLETED'") == 200)
     assert crowd.inside == 2
-    gate.set()
+    go_on.set()
     until_settled(db)
     assert statuses(db) == {"COMPLETED": 202}
 
@@ -220,13 +220,13 @@ def test_slow_commands_are_spread_over_workers(
     handlers: HandlerRegistry,
     start_worker: StartWorker,
     lane: str,
-    gate: threading.Event,
+    go_on: threading.Event,
 ) -> None:
     crowd = Crowd()
 
     async def block(command: Any, ctx: Any) -> None:
         with crowd:
-            await opened(gate)
+            await opened(go_on)
 
     add(handlers, lane, "block", block)
     for _ in range(2):
@@ -235,7 +235,7 @@ def test_slow_commands_are_spread_over_workers(
     until(lambda: crowd.inside == 6)
     holders = dict(db.execute("SELECT headers ->> 'held_by', count(*) FROM pgmq.q_orders__commands GROUP BY 1"))
     assert sorted(holders.values()) == [3, 3]
-    gate.set()
+    go_on.set()
     until_settled(db)
 
 
@@ -245,14 +245,14 @@ def test_what_a_fast_worker_prefetched_does_not_wait_behind_slow_commands(
     handlers: HandlerRegistry,
     start_worker: StartWorker,
     lane: str,
-    gate: threading.Event,
+    go_on: threading.Event,
 ) -> None:
     """A worker that was fast a moment ago has prefetched slow commands: another one, idle, must get them."""
     crowd = Crowd()
 
     async def block(command: Any, ctx: Any) -> None:
         with crowd:
-            await opened(gate)
+            await opened(go_on)
 
     async def quick(command: Any, ctx: Any) -> None: ...
 
@@ -264,6 +264,6 @@ def test_what_a_fast_worker_prefetched_does_not_wait_behind_slow_commands(
     until(lambda: crowd.inside == 4)
     start_worker(handlers, concurrency=4)
     until(lambda: crowd.inside == 8, 8)
-    gate.set()
+    go_on.set()
     until_settled(db)
     assert crowd.entered == 8

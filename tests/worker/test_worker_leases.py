@@ -50,13 +50,13 @@ def until_tried(db: Db) -> None:
 
 @pytest.mark.slow
 def test_a_handler_that_outlasts_its_lease_is_not_run_twice(
-    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker, gate: threading.Event
+    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker, go_on: threading.Event
 ) -> None:
     runs: list[str] = []
 
     async def long(command: Any, ctx: Any) -> str:
         runs.append(command.command_id)
-        await opened(gate)
+        await opened(go_on)
         return "done"
 
     add(handlers, "sync", "sync", long)
@@ -69,7 +69,7 @@ def test_a_handler_that_outlasts_its_lease_is_not_run_twice(
     first_end = one(db, "SELECT max(vt) FROM pgmq.q_orders__commands")
     until(lambda: one(db, "SELECT now() > %s + interval '2 s'", first_end))
     assert sorted(runs) == ["a", "s"]
-    gate.set()
+    go_on.set()
     until_settled(db)
     assert sorted(runs) == ["a", "s"]
     assert one(db, "SELECT count(*) FROM commandbus.attempt") == 0
@@ -82,14 +82,14 @@ def test_a_lost_lease_is_noticed_and_nothing_of_the_attempt_lands(
     handlers: HandlerRegistry,
     start_worker: StartWorker,
     lane: str,
-    gate: threading.Event,
+    go_on: threading.Event,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     started = threading.Event()
 
     async def work(command: Any, ctx: Any) -> str:
         started.set()
-        await opened(gate)
+        await opened(go_on)
         return "too late"
 
     add(handlers, lane, "work", work)
@@ -99,7 +99,7 @@ def test_a_lost_lease_is_noticed_and_nothing_of_the_attempt_lands(
         assert started.wait(10)
         steal(bus, db)
         until(lambda: any("was lost" in each.getMessage() for each in caplog.records))
-        gate.set()
+        go_on.set()
         until(lambda: any("was refused" in each.getMessage() for each in caplog.records))
         assert worker.stop().is_clean
     found = bus.get_command("orders", "c")
@@ -109,21 +109,21 @@ def test_a_lost_lease_is_noticed_and_nothing_of_the_attempt_lands(
 
 
 def test_a_failure_after_a_lost_lease_does_not_land_either(
-    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker, gate: threading.Event
+    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker, go_on: threading.Event
 ) -> None:
     started = threading.Event()
 
     @handlers.handler("orders", "work")
     def work(ctx: Any) -> None:
         started.set()
-        gate.wait(20)
+        go_on.wait(20)
         raise RuntimeError("too late")
 
     bus.send("orders", "work", command_id="c")
     worker = start_worker(handlers)
     assert started.wait(10)
     steal(bus, db)
-    gate.set()
+    go_on.set()
     worker.stop()
     assert holder(db) == "thief"
     assert verdicts(db, "c") == []
@@ -136,7 +136,7 @@ def test_extend_moves_the_deadline_and_the_lease_stays_one_renewal_long(
     handlers: HandlerRegistry,
     start_worker: StartWorker,
     lane: str,
-    gate: threading.Event,
+    go_on: threading.Event,
 ) -> None:
     """So that the command of a worker that dies in a long extension returns soon."""
     extended = threading.Event()
@@ -147,7 +147,7 @@ def test_extend_moves_the_deadline_and_the_lease_stays_one_renewal_long(
         await done(ctx.extend("2m"))  # never shortens
         left.append(ctx.remaining())
         extended.set()
-        await opened(gate)
+        await opened(go_on)
 
     add(handlers, lane, "work", work)
     bus.send("orders", "work", command_id="c")
@@ -157,7 +157,7 @@ def test_extend_moves_the_deadline_and_the_lease_stays_one_renewal_long(
     assert one(
         db, "SELECT vt BETWEEN now() + interval '15 s' AND now() + interval '20 s' FROM pgmq.q_orders__commands"
     )
-    gate.set()
+    go_on.set()
     until_settled(db)
 
 
@@ -168,13 +168,13 @@ def test_extend_waits_while_another_transaction_holds_the_queue_row(
     handlers: HandlerRegistry,
     start_worker: StartWorker,
     lane: str,
-    gate: threading.Event,
+    go_on: threading.Event,
 ) -> None:
     started, returned = threading.Event(), threading.Event()
 
     async def work(command: Any, ctx: Any) -> str:
         started.set()
-        await opened(gate)
+        await opened(go_on)
         await done(ctx.extend(60))
         returned.set()
         return "extended"
@@ -186,7 +186,7 @@ def test_extend_waits_while_another_transaction_holds_the_queue_row(
     before = one(db, "SELECT vt FROM pgmq.q_orders__commands")
     with psycopg.connect(database) as locking:
         locking.execute("SELECT FROM pgmq.q_orders__commands FOR UPDATE")
-        gate.set()
+        go_on.set()
         until_tried(db)
         assert not returned.is_set()
         assert one(db, "SELECT vt FROM pgmq.q_orders__commands") == before
@@ -204,7 +204,7 @@ def test_extend_says_so_when_the_lease_cannot_be_renewed(
     handlers: HandlerRegistry,
     start_worker: StartWorker,
     lane: str,
-    gate: threading.Event,
+    go_on: threading.Event,
 ) -> None:
     """Before its lease ends the attempt is asked to stop; it does not go on as if it had been extended."""
     started = threading.Event()
@@ -213,7 +213,7 @@ def test_extend_says_so_when_the_lease_cannot_be_renewed(
     async def work(command: Any, ctx: Any) -> str:
         if command.command_id == "c" and not raised:
             started.set()
-            await opened(gate)
+            await opened(go_on)
             try:
                 await done(ctx.extend(60))
             except BaseException as error:
@@ -227,7 +227,7 @@ def test_extend_says_so_when_the_lease_cannot_be_renewed(
     assert started.wait(10)
     with psycopg.connect(database) as locking:
         locking.execute("SELECT FROM pgmq.q_orders__commands FOR UPDATE")
-        gate.set()
+        go_on.set()
         until(lambda: raised)
     until_settled(db)
     assert isinstance(raised[0], AttemptCanceledError | asyncio.CancelledError)
@@ -276,14 +276,14 @@ def test_a_locked_queue_row_is_renewed_soon_after_it_is_free(
     database: str,
     handlers: HandlerRegistry,
     start_worker: StartWorker,
-    gate: threading.Event,
+    go_on: threading.Event,
 ) -> None:
     started = threading.Event()
 
     @handlers.handler("orders", "work")
     def work(ctx: Any) -> None:
         started.set()
-        gate.wait(20)
+        go_on.wait(20)
 
     bus.send("orders", "work", command_id="c")
     start_worker(handlers, visibility_timeout=6, statement_timeout=3, cancel_grace=0.5)
@@ -294,7 +294,7 @@ def test_a_locked_queue_row_is_renewed_soon_after_it_is_free(
         until(lambda: one(db, "SELECT now() > %s - interval '3 s'", first))  # a renewal was due after 2 s
         assert one(db, "SELECT vt FROM pgmq.q_orders__commands") == first
     within(1.0, lambda: one(db, "SELECT vt FROM pgmq.q_orders__commands") > first)
-    gate.set()
+    go_on.set()
     until_settled(db)
     assert one(db, "SELECT count(*) FROM commandbus.attempt") == 0
 
@@ -305,7 +305,7 @@ def test_progress_that_could_not_be_stored_is_stored_later(
     database: str,
     handlers: HandlerRegistry,
     start_worker: StartWorker,
-    gate: threading.Event,
+    go_on: threading.Event,
 ) -> None:
     told = threading.Event()
     go = threading.Event()
@@ -315,7 +315,7 @@ def test_progress_that_could_not_be_stored_is_stored_later(
         told.set()
         go.wait(10)
         ctx.heartbeat({"page": 7})
-        gate.wait(20)
+        go_on.wait(20)
 
     bus.send("orders", "work", command_id="c")
     start_worker(handlers)
@@ -325,7 +325,7 @@ def test_progress_that_could_not_be_stored_is_stored_later(
         go.set()
         until_tried(db)
     until(lambda: getattr(bus.get_command("orders", "c"), "progress", None) == {"page": 7}, 3)
-    gate.set()
+    go_on.set()
     until_settled(db)
 
 
@@ -355,14 +355,14 @@ def test_extend_says_when_the_command_is_lost(
     handlers: HandlerRegistry,
     start_worker: StartWorker,
     lane: str,
-    gate: threading.Event,
+    go_on: threading.Event,
 ) -> None:
     started = threading.Event()
     raised: list[BaseException] = []
 
     async def work(command: Any, ctx: Any) -> None:
         started.set()
-        await opened(gate)
+        await opened(go_on)
         try:
             await done(ctx.extend(60))
         except AttemptFencedError as error:
@@ -374,7 +374,7 @@ def test_extend_says_when_the_command_is_lost(
     start_worker(handlers)
     assert started.wait(10)
     steal(bus, db)
-    gate.set()
+    go_on.set()
     until(lambda: raised)
     assert "'c'" in str(raised[0])
     assert holder(db) == "thief"

@@ -135,7 +135,7 @@ def test_a_limit_s_line_goes_by_priority(
     db: Db,
     handlers: HandlerRegistry,
     start_worker: StartWorker,
-    gate: threading.Event,
+    go_on: threading.Event,
     redis_url: str,
     store: Any,
 ) -> None:
@@ -144,7 +144,7 @@ def test_a_limit_s_line_goes_by_priority(
     @handlers.handler("orders", "work", limits=[Limit("api", concurrency=1, store=store)])
     def work(ctx: Any) -> None:
         order.append(ctx.command.command_id)
-        gate.wait(30)
+        go_on.wait(30)
 
     start_worker(handlers, concurrency=8, **({"redis_url": redis_url} if store == "redis" else {}))
     bus.send("orders", "work", command_id="first")
@@ -154,7 +154,7 @@ def test_a_limit_s_line_goes_by_priority(
         until(partial(one, db, "SELECT waived FROM commandbus.command WHERE command_id = %s", name))
     until(lambda: one(db, "SELECT count(*) FROM commandbus.parked WHERE woken_at IS NULL") == 4)
     bus.commands.set_priority("orders", "changed", "high", operator="ann")
-    gate.set()
+    go_on.set()
     until_settled(db)
     assert order == ["first", "changed", "high", "normal", "low"]
 
@@ -165,13 +165,13 @@ def test_a_worker_declares_the_priority_of_its_handlers(
     database: str,
     handlers: HandlerRegistry,
     start_worker: StartWorker,
-    gate: threading.Event,
+    go_on: threading.Event,
 ) -> None:
     order: list[str] = []
 
     def work(ctx: Any) -> None:
         order.append(ctx.command.command_type)
-        gate.wait(30)
+        go_on.wait(30)
 
     handlers.register("orders", "work", work)
     handlers.register("orders", "pay", work, priority="high")
@@ -185,7 +185,7 @@ def test_a_worker_declares_the_priority_of_its_handlers(
     assert [bus.get_command("orders", kind).priority for kind in ("tidy", "work", "pay")] == [  # type: ignore[union-attr]
         "low", "normal", "high",
     ]  # fmt: skip
-    gate.set()
+    go_on.set()
     until_settled(db)
     assert sorted(order) == ["pay", "tidy", "work", "work"]
 

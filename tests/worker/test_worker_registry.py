@@ -66,16 +66,16 @@ def test_a_beat_tells_how_many_run(
     db: Db,
     handlers: HandlerRegistry,
     start_worker: StartWorker,
-    gate: Any,
+    go_on: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(maintenance, "BEAT_SECONDS", 0.1)
-    handlers.register("orders", "block", lambda ctx: gate.wait(20) and None)
+    handlers.register("orders", "block", lambda ctx: go_on.wait(20) and None)
     bus.send_many("orders", [NewCommand("block") for _ in range(2)])
     start_worker(handlers)
     until(lambda: bus.workers() and bus.workers()[0].running == 2)
     assert bus.status("orders")[0].running == 2
-    gate.set()
+    go_on.set()
     until(lambda: bus.workers()[0].running == 0)
 
 

@@ -135,7 +135,7 @@ def test_after_five_hours_without_a_worker(
 
 
 def test_overlap_skip_and_queue(
-    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker, gate: threading.Event
+    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker, go_on: threading.Event
 ) -> None:
     running = {"skip": 0, "queue": 0}
     most = dict(running)
@@ -146,7 +146,7 @@ def test_overlap_skip_and_queue(
         with lock:
             running[name] += 1
             most[name] = max(most[name], running[name])
-        gate.wait(20)
+        go_on.wait(20)
         with lock:
             running[name] -= 1
 
@@ -157,7 +157,7 @@ def test_overlap_skip_and_queue(
     until(lambda: one(db, "SELECT skipped FROM commandbus.schedule WHERE name = 'skip'") >= 2)
     until(lambda: bus.schedules.get("orders", "queue").waiting_since is not None)  # type: ignore[union-attr]
     assert [len(firings(db, name)) for name in ("skip", "queue")] == [1, 1]
-    gate.set()
+    go_on.set()
     until(lambda: all(len(firings(db, name)) >= 2 for name in ("skip", "queue")))
     assert most == {"skip": 1, "queue": 1}
 

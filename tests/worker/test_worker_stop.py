@@ -41,7 +41,7 @@ def test_unstarted_work_goes_back_and_is_not_charged(
     handlers: HandlerRegistry,
     start_worker: StartWorker,
     lane: str,
-    gate: threading.Event,
+    go_on: threading.Event,
 ) -> None:
     blocking = threading.Event()
 
@@ -50,7 +50,7 @@ def test_unstarted_work_goes_back_and_is_not_charged(
 
     async def block(command: Any, ctx: Any) -> None:
         blocking.set()
-        await opened(gate)
+        await opened(go_on)
 
     add(handlers, lane, "quick", quick)
     add(handlers, lane, "block", block)
@@ -63,7 +63,7 @@ def test_unstarted_work_goes_back_and_is_not_charged(
         stopping = thread.submit(worker.stop)
         until(lambda: one(db, "SELECT count(*) FROM pgmq.q_orders__commands WHERE headers ? 'held_by'") == 1)
         assert not stopping.done()
-        gate.set()
+        go_on.set()
         report = stopping.result(10)
     assert report.is_clean
     assert report.given_back > 0
@@ -91,13 +91,13 @@ def test_stop_waits_for_what_runs(
     handlers: HandlerRegistry,
     start_worker: StartWorker,
     lane: str,
-    gate: threading.Event,
+    go_on: threading.Event,
 ) -> None:
     started = threading.Event()
 
     async def work(command: Any, ctx: Any) -> str:
         started.set()
-        await opened(gate)
+        await opened(go_on)
         return "finished"
 
     add(handlers, lane, "work", work)
@@ -109,7 +109,7 @@ def test_stop_waits_for_what_runs(
         stopping: Future[StopReport] = thread.submit(worker.stop)
         until(lambda: not worker.is_running)
         until(lambda: one(db, "SELECT count(*) FROM pgmq.q_orders__commands WHERE vt <= now()") == 1)
-        gate.set()
+        go_on.set()
         report = stopping.result(10)
     assert report == StopReport("stop() was called", settled=1, given_back=0, abandoned=0, unwritten=0)
     assert bus.get_command("orders", "c").result == "finished"  # type: ignore[union-attr]
@@ -122,13 +122,13 @@ def test_a_handler_that_never_returns_is_abandoned_in_time(
     handlers: HandlerRegistry,
     start_worker: StartWorker,
     lane: str,
-    gate: threading.Event,
+    go_on: threading.Event,
 ) -> None:
     started = threading.Event()
 
     async def hang(command: Any, ctx: Any) -> None:
         started.set()
-        await opened(gate)
+        await opened(go_on)
 
     async def quick(command: Any, ctx: Any) -> None: ...
 
@@ -152,7 +152,7 @@ def test_a_handler_that_never_returns_is_abandoned_in_time(
 
 
 def test_an_abandoned_attempt_is_settled_though_the_log_is_slow(
-    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker, gate: threading.Event
+    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker, go_on: threading.Event
 ) -> None:
     """Nothing runs any more from the moment in which an attempt is abandoned; its outcome comes a little later."""
     started = threading.Event()
@@ -160,7 +160,7 @@ def test_an_abandoned_attempt_is_settled_though_the_log_is_slow(
     @handlers.handler("orders", "hang")
     def hang(ctx: Any) -> None:
         started.set()
-        gate.wait(30)
+        go_on.wait(30)
 
     bus.send("orders", "hang", command_id="hangs")
     worker = start_worker(handlers, **HASTY | {"shutdown_timeout": 4.0})
@@ -193,14 +193,14 @@ class _SlowLog(logging.Handler):
 
 
 def test_a_handler_that_blocks_the_event_loop_does_not_delay_the_stop(
-    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker, gate: threading.Event
+    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker, go_on: threading.Event
 ) -> None:
     started = threading.Event()
 
     @handlers.handler("orders", "block")
     async def block(ctx: Any) -> None:
         started.set()
-        gate.wait(30)  # not awaited: the loop stands still
+        go_on.wait(30)  # not awaited: the loop stands still
 
     bus.send("orders", "block")
     worker = start_worker(handlers, **HASTY)
@@ -232,14 +232,14 @@ def test_an_async_handler_hears_of_the_abandonment(
 
 
 def test_a_short_timeout_of_stop_is_kept(
-    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker, gate: threading.Event
+    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker, go_on: threading.Event
 ) -> None:
     started = threading.Event()
 
     @handlers.handler("orders", "hang")
     def hang(ctx: Any) -> None:
         started.set()
-        gate.wait(30)
+        go_on.wait(30)
 
     bus.send("orders", "hang")
     worker = start_worker(handlers)
@@ -281,14 +281,14 @@ def test_run_ends_on_a_signal_and_restores_the_signals(
 
 
 def test_a_second_signal_hurries(
-    database: str, bus: CommandBus, db: Db, handlers: HandlerRegistry, gate: threading.Event
+    database: str, bus: CommandBus, db: Db, handlers: HandlerRegistry, go_on: threading.Event
 ) -> None:
     started = threading.Event()
 
     @handlers.handler("orders", "hang")
     def hang(ctx: Any) -> None:
         started.set()
-        gate.wait(60)
+        go_on.wait(60)
 
     bus.send("orders", "hang")
     worker = Worker(handlers, settings=quick_settings(database, shutdown_timeout=60.0))
@@ -415,7 +415,7 @@ def test_a_stopped_worker_leaves_no_thread_no_file_and_no_connection(
 
 
 def test_a_hurried_drain_also_ends_what_was_in_a_block_with_a_time_limit(
-    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker, gate: threading.Event
+    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker, go_on: threading.Event
 ) -> None:
     """In the block it has a deadline, and keeps it. After the block nothing else would end it."""
     bus.declare_limit(Limit("docai", concurrency=1))
@@ -427,7 +427,7 @@ def test_a_hurried_drain_also_ends_what_was_in_a_block_with_a_time_limit(
             return "done"
         with ctx.limit("docai", timeout=60):
             inside.set()
-            gate.wait(20)
+            go_on.wait(20)
             ctx.raise_if_canceled()
         left.set()
         ctx.sleep(60)
@@ -441,13 +441,13 @@ def test_a_hurried_drain_also_ends_what_was_in_a_block_with_a_time_limit(
     worker._runtime.hurry()
     ticked = worker._runtime.ladder.beat_at
     until(lambda: worker._runtime is None or worker._runtime.ladder.beat_at > ticked + 0.5)
-    gate.set()
+    go_on.set()
     until(lambda: verdicts(db, "c") == [(1, "WAIVED")])
     assert left.is_set()
 
 
 def test_what_a_hurried_drain_gave_up_was_not_abandoned_by_the_end(
-    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker, gate: threading.Event
+    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker, go_on: threading.Event
 ) -> None:
     """It was settled then, and tried again elsewhere. The end, which comes later, cuts nothing off."""
     started = threading.Event()
@@ -455,7 +455,7 @@ def test_what_a_hurried_drain_gave_up_was_not_abandoned_by_the_end(
     @handlers.handler("orders", "hang", timeout=0)
     def hang(ctx: Any) -> None:
         started.set()
-        gate.wait(20)
+        go_on.wait(20)
 
     worker = start_worker(handlers, **HASTY)
     runtime = worker._runtime

@@ -3,8 +3,8 @@
     one look ──► each has an outcome: the end
             └──► the bus's listener looks again for the others, until the time is up ──► one last look
 
-Nothing is written, and whoever settles such a command does nothing more than for any other. So the listener looks
-again by itself (`call_listener.py`).
+Nothing is written, and a worker that settles such a command does nothing more than for any other. So the listener
+looks again by itself (`call_listener.py`).
 """
 
 from __future__ import annotations

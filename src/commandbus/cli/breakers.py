@@ -90,7 +90,7 @@ def close_breaker(
     operator: str | None,
     reason: str | None,
 ) -> None:
-    """Close an open breaker, whoever has opened it. Its parked commands go on."""
+    """Close an open breaker, no matter who has opened it. Its parked commands go on."""
     name = _name(domain, command_type, limit)
     with session.bus() as bus:
         released = bus.close_breaker(domain, command_type, limit=limit, operator=operator, reason=reason)

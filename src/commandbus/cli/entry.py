@@ -58,7 +58,7 @@ COMMANDS = {
     ),
     "pause": ("operate", "Pause a domain, or one command type in it."),
     "resume": ("operate", "Resume a paused domain or command type."),
-    "pauses": ("operate", "List what is paused, by whom, and why."),
+    "pauses": ("operate", "List what is paused, who paused it, and why."),
     "limits": ("limits", "List limits: what they allow, who uses them, who waits, and their state."),
     "breakers": (
         "breakers",

@@ -156,7 +156,7 @@ def resume(
               help="Show the last N pauses and resumes instead, with who did them.")  # fmt: skip
 @click.pass_obj
 def pauses(session: CliSession, actions: int) -> None:
-    """List what is paused, by whom, and why."""
+    """List what is paused, who paused it, and why."""
     with session.bus() as bus:
         if actions:
             done = bus.run(list_actions(limit=actions))

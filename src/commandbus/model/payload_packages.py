@@ -1,7 +1,7 @@
 """Payloads that pydantic and msgspec read: their own types, from the JSON text, by their own rules.
 
-From text, because their strict modes allow text for a date only there. Whoever has such a class has imported its
-package, so nothing is imported here.
+From text, because their strict modes allow text for a date only there. A program that has such a class has
+imported its package, so nothing is imported here.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 `reader_of(annotation)` makes what reads a payload as such a type, once. pydantic and msgspec read their own types,
 from the JSON text, by their own rules. Everything else is read by `model/payload_reading.py`, so that the result
-does not depend on what is installed. Nothing is imported here: whoever has such a class has imported its package.
+does not depend on what is installed. Nothing is imported here: a program that has such a class has imported its
+package.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
 
 For every other type there is the application's own function (`json_default`), or a refusal with advice. Sets are
 refused because they have no order: the same command would have another text the next time. pydantic and msgspec
-are never imported here: whoever has such an object has imported them.
+are never imported here: a program that has such an object has imported them.
 """
 
 from __future__ import annotations

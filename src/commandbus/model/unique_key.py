@@ -1,6 +1,6 @@
 """What `unique` and `debounce` of a send mean, checked.
 
-A key names one command of a domain. Whoever sends with a key that names a command asks whether that command still
+A key names one command of a domain. A sender whose key names a command asks whether that command still
 has it: while it waits, while it is unfinished, or for some time after it was sent.
 """
 

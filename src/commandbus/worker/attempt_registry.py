@@ -4,12 +4,12 @@
     starting   waits for a child process, or is about to run in it.
     running    runs now. The ladder looks after these.
 
-Whoever takes an attempt out of `running` owns its settlement: the slot, when the handler ends (`end`), or the
-ladder, when it gives the attempt up (`take`). One `dict.pop` decides between them.
+The thread that takes an attempt out of `running` owns its settlement: the slot, when the handler ends (`end`), or
+the ladder, when it gives the attempt up (`take`). One `dict.pop` decides between them.
 
-Threads: the claimer adds to `held`. A slot calls `begin` and `end`. The ladder calls `take`. Whoever writes an
-outcome, or learns that there is none to write, calls `release`. Any thread may read; iterate over a copy. Nothing
-here waits.
+Threads: the claimer adds to `held`. A slot calls `begin` and `end`. The ladder calls `take`. The thread that
+writes an outcome, or learns that there is none to write, calls `release`. Any thread may read; iterate over a
+copy. Nothing here waits.
 """
 
 from __future__ import annotations

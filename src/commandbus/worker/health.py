@@ -5,11 +5,10 @@
     CRITICAL   slots get stuck, connections run out, or there is a named reason (`set_critical`)
 
 Failures, stuck threads and exhaustions count for five minutes, so such a state ends by itself. A named reason
-(`set_critical("database_unreachable")`, `set_degraded("limits_degraded")`) does not: whoever set it clears it.
-Whoever asks for the health also looks whether the worker's own threads move (`watch_threads`): no thread that has
-stopped can hide that.
-Errors about a command (`BusinessRuleException`, `PermanentCommandError`) say nothing about the worker, and are not
-counted.
+(`set_critical("database_unreachable")`, `set_degraded("limits_degraded")`) does not: the part that set it clears
+it. A thread that asks for the health also looks whether the worker's own threads move (`watch_threads`): no thread
+that has stopped can hide that. Errors about a command (`BusinessRuleException`, `PermanentCommandError`) say
+nothing about the worker, and are not counted.
 
 Invariant: memory is bounded and `record_success` costs about a microsecond, whatever happens. Nothing here acts;
 `worker/watchdog.py` and the supervisor do.
@@ -150,8 +149,8 @@ class HealthStatus:
     # --- what it means ---------------------------------------------------------------------------------------
 
     def watch_threads(self, look: Callable[[], Mapping[str, str]]) -> None:
-        """`look` says which threads do not work, by name, with a sentence each. Whoever asks for the health calls
-        it, so it must not wait for anything."""
+        """`look` says which threads do not work, by name, with a sentence each. A thread that asks for the health
+        calls it, so it must not wait for anything."""
         self._look_at_threads = look
 
     @property

@@ -75,7 +75,7 @@ class KeyReleasing:
             self._releaser.wake()
 
     def stop(self, timeout: float) -> None:
-        """End the releaser, if there is one. Called by whoever owns the worker."""
+        """End the releaser, if there is one. The owner of the worker calls it."""
         with self._changing:
             self._is_stopped = True
         if self._releaser is not None:

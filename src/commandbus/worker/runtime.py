@@ -9,7 +9,7 @@ A supervised worker shows its slots on a board and drains at the first stuck att
 what is healthy finish, and ends; its supervisor starts a replacement meanwhile. A worker inside an application
 never drains.
 
-Threads: whoever owns the worker calls `start`, `drain`, `hurry` and `stop`; the ladder may call `drain`, too. The
+Threads: the owner of the worker calls `start`, `drain`, `hurry` and `stop`; the ladder may call `drain`, too. The
 private methods say whose callbacks they are.
 """
 
@@ -522,7 +522,7 @@ class WorkerRuntime:
     def _await_on_loop(self, attempt: Attempt, awaitable: Awaitable[Any]) -> tuple[Any, BaseException | None]:
         return self.dispatcher.await_on_loop(attempt, awaitable)
 
-    # --- called by whoever asks for the health ------------------------------------------------------------------
+    # --- called by any thread that asks for health ---------------------------------------------------------------
 
     def _look_at_threads(self) -> dict[str, str]:
         """Which of this worker's own threads do not work, whether or not the ladder is there to tell."""

@@ -37,7 +37,7 @@ class Scheduling:
         self._scheduler: Scheduler | None = None
 
     def start(self) -> None:
-        """Start the scheduler if this worker's code declares schedules. Called by whoever owns the worker."""
+        """Start the scheduler if this worker's code declares schedules. The owner of the worker calls it."""
         if self._spec.handlers.schedules_of(self._spec.domains):
             self._begin()
 
@@ -55,7 +55,7 @@ class Scheduling:
             self._begin()
 
     def stop(self, timeout: float) -> None:
-        """End the scheduler, if there is one. Called by whoever owns the worker."""
+        """End the scheduler, if there is one. The owner of the worker calls it."""
         with self._changing:
             self._is_stopped = True
         if self._scheduler is not None:

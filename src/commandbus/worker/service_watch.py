@@ -1,5 +1,5 @@
-"""ServiceWatch: health names what does not work in a worker. The ladder's thread calls it at each tick. Whoever
-asks for the health calls `troubles`, because the ladder may have stopped, too.
+"""ServiceWatch: health names what does not work in a worker. The ladder's thread calls it at each tick. A thread
+that asks for the health calls `troubles`, because the ladder may have stopped, too.
 
 A supervised worker with a part that will not work again drains, so that its supervisor replaces it.
 """

@@ -106,7 +106,7 @@ class Settler(DatabaseService):
         self._from_before: set[Attempt] = set()  # claimed before this connection, perhaps from another server
         self._folder = BatchFolding(self._connection)
         self._closing = False
-        self._sleeps = False  # whoever adds an outcome must wake it
+        self._sleeps = False  # a thread that adds an outcome must wake it
         self._in_doubt = False  # a statement was not acknowledged, and may have settled something
         self.settled: Counter[str] = Counter()
         self.refused = 0

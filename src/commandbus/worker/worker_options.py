@@ -29,7 +29,7 @@ class Supervision:
     """What connects a worker to its supervisor: the board, its id, a callback for a new state and its reason, and
     callbacks for what its start waits for, and for what it does.
 
-    `turn` is the descriptor of a file that all its workers share: whoever has locked it may run a command
+    `turn` is the descriptor of a file that all its workers share: the one that has locked it may run a command
     that was lost before. In `counts` it counts its attempts, so that its supervisor can read them.
     """
 

@@ -34,7 +34,7 @@ WAITING = "SELECT count(*) FROM commandbus.parked WHERE limit_name = 'one' AND w
 QUICK = {"visibility_timeout": 20.0, "statement_timeout": 15.0, "cancel_grace": 0.5, "concurrency": 2}
 
 
-class Desk:
+class Harness:
     """A worker, a folder in which handlers write, and a record of what was left at the limit client."""
 
     def __init__(self, bus: CommandBus, db: psycopg.Connection[Any], worker: Worker, folder: Path) -> None:
@@ -87,18 +87,18 @@ class Desk:
 
 
 @pytest.fixture
-def desk(
+def harness(
     bus: CommandBus,
     db: psycopg.Connection[Any],
     start_worker: StartWorker,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-) -> Desk:
-    desk = Desk(bus, db, start_worker(handlers, **QUICK), tmp_path)
+) -> Harness:
+    harness = Harness(bus, db, start_worker(handlers, **QUICK), tmp_path)
     release, judge = LimitClient.release, LimitClient.judge
 
     def note(releases: Sequence[Release]) -> None:
-        desk.left.extend((item.answer, item.keeps) for item in releases)
+        harness.left.extend((item.answer, item.keeps) for item in releases)
 
     def note_and_release(self: LimitClient, releases: Sequence[Release]) -> None:
         note(releases)
@@ -110,59 +110,61 @@ def desk(
 
     monkeypatch.setattr(LimitClient, "release", note_and_release)
     monkeypatch.setattr(LimitClient, "judge", note_and_judge)
-    return desk
+    return harness
 
 
 # --- the limit is kept -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("command_type", ["level", "level_async", "block", "block_async"])
-def test_isolated_attempts_keep_to_a_limit(desk: Desk, command_type: str) -> None:
+def test_isolated_attempts_keep_to_a_limit(harness: Harness, command_type: str) -> None:
     # Nobody loses a permit here, however long this machine lets the worker wait for its turn to renew it.
-    desk.bus.declare_limit(Limit("one", concurrency=1, lease=120.0, breaker_failures=0, store="postgres"))
-    sent = [desk.send(command_type) for _ in range(6)]
+    harness.bus.declare_limit(Limit("one", concurrency=1, lease=120.0, breaker_failures=0, store="postgres"))
+    sent = [harness.send(command_type) for _ in range(6)]
     for command_id in sent:
-        desk.result(command_id)
-    assert desk.log() == ["in", "out"] * 6
-    assert desk.left == [(ApiAnswer.GOOD, False)] * 6
-    desk.until_free()
+        harness.result(command_id)
+    assert harness.log() == ["in", "out"] * 6
+    assert harness.left == [(ApiAnswer.GOOD, False)] * 6
+    harness.until_free()
 
 
-def test_errors_of_the_limit_client_reach_the_child_as_they_are(desk: Desk) -> None:
-    holder = desk.send("hold")
-    until(lambda: desk.log() == ["in"])
-    kind, text, limit = desk.result(desk.send("ask", name="one", wait=0.2))
+def test_errors_of_the_limit_client_reach_the_child_as_they_are(harness: Harness) -> None:
+    holder = harness.send("hold")
+    until(lambda: harness.log() == ["in"])
+    kind, text, limit = harness.result(harness.send("ask", name="one", wait=0.2))
     assert (kind, limit) == ("LimitTimeoutError", "one")
     assert "one" in text
-    kind, text, _ = desk.result(desk.send("ask", name="unheard_of", wait=1))
+    kind, text, _ = harness.result(harness.send("ask", name="unheard_of", wait=1))
     assert kind == "UnknownLimitError"
     assert "unknown limit 'unheard_of' (known: one)" in text
-    desk.go()
-    assert desk.result(holder) is False
-    assert desk.result(desk.send("ask", name="one", wait=20)) == ["a permit"]
-    desk.until_free()
+    harness.go()
+    assert harness.result(holder) is False
+    assert harness.result(harness.send("ask", name="one", wait=20)) == ["a permit"]
+    harness.until_free()
 
 
 # --- processes that die ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("command_type", ["die", "die_level"])
-def test_the_permit_of_a_child_that_was_killed_comes_back_after_its_lease(desk: Desk, command_type: str) -> None:
-    said = desk.failure(desk.send(command_type))
+def test_the_permit_of_a_child_that_was_killed_comes_back_after_its_lease(
+    harness: Harness, command_type: str
+) -> None:
+    said = harness.failure(harness.send(command_type))
     assert (said.verdict, said.error_type, said.rung) == ("EXHAUSTED", "WorkerLost", "crash")
-    assert desk.left == [(ApiAnswer.UNKNOWN, True)]
-    desk.result(desk.send("block"))
-    assert desk.log() == ["in", "in", "out"]
-    desk.until_free()
+    assert harness.left == [(ApiAnswer.UNKNOWN, True)]
+    harness.result(harness.send("block"))
+    assert harness.log() == ["in", "in", "out"]
+    harness.until_free()
 
 
-def test_blocks_in_a_child_use_the_permit_that_its_handler_has(desk: Desk) -> None:
-    desk.result(desk.send("lent"))
-    assert desk.left == [(ApiAnswer.GOOD, False)]
-    assert desk.failure(desk.send("lent", dies=True)).error_type == "WorkerLost"
-    assert desk.left == [(ApiAnswer.GOOD, False), (ApiAnswer.UNKNOWN, True)]
-    assert desk.log() == ["in"] * 6
-    desk.until_free()
+def test_blocks_in_a_child_use_the_permit_that_its_handler_has(harness: Harness) -> None:
+    harness.result(harness.send("lent"))
+    assert harness.left == [(ApiAnswer.GOOD, False)]
+    assert harness.failure(harness.send("lent", dies=True)).error_type == "WorkerLost"
+    assert harness.left == [(ApiAnswer.GOOD, False), (ApiAnswer.UNKNOWN, True)]
+    assert harness.log() == ["in"] * 6
+    harness.until_free()
 
 
 def test_an_attempt_for_which_there_is_no_process_gives_its_permit_back_at_once(
@@ -172,112 +174,112 @@ def test_an_attempt_for_which_there_is_no_process_gives_its_permit_back_at_once(
         raise OSError("no processes left")
 
     monkeypatch.setattr(Isolation, "_make", fail)
-    desk: Desk = request.getfixturevalue("desk")
-    assert desk.failure(desk.send("level")).error_code == "ISOLATION_FAILED"
-    assert desk.left == [(ApiAnswer.UNKNOWN, False)]
-    desk.until_free()
+    harness: Harness = request.getfixturevalue("harness")
+    assert harness.failure(harness.send("level")).error_code == "ISOLATION_FAILED"
+    assert harness.left == [(ApiAnswer.UNKNOWN, False)]
+    harness.until_free()
 
 
-def test_a_child_that_is_killed_in_line_waits_no_more(desk: Desk) -> None:
-    holder = desk.send("hold")
-    until(lambda: desk.log() == ["in"])
-    waits = desk.send("in_line")
-    until(lambda: len(desk.log()) == 2)
-    until(lambda: one(desk.db, WAITING) == 1)
-    os.kill(int(desk.log()[1].removeprefix("asks ")), signal.SIGKILL)
-    assert desk.failure(waits).error_type == "WorkerLost"
-    until(lambda: one(desk.db, WAITING) == 0)
-    desk.go()
-    desk.result(holder)
-    desk.until_free()
-    assert desk.left == [(ApiAnswer.GOOD, False)]
+def test_a_child_that_is_killed_in_line_waits_no_more(harness: Harness) -> None:
+    holder = harness.send("hold")
+    until(lambda: harness.log() == ["in"])
+    waits = harness.send("in_line")
+    until(lambda: len(harness.log()) == 2)
+    until(lambda: one(harness.db, WAITING) == 1)
+    os.kill(int(harness.log()[1].removeprefix("asks ")), signal.SIGKILL)
+    assert harness.failure(waits).error_type == "WorkerLost"
+    until(lambda: one(harness.db, WAITING) == 0)
+    harness.go()
+    harness.result(holder)
+    harness.until_free()
+    assert harness.left == [(ApiAnswer.GOOD, False)]
 
 
 LATE = "no answer from one within 0.3 s (timeout of the block)"
 # --- time --------------------------------------------------------------------------------------------------------
 
 
-def test_a_call_that_takes_too_long_fails_its_attempt_with_timeout(desk: Desk) -> None:
-    said = desk.failure(desk.send("late"))
+def test_a_call_that_takes_too_long_fails_its_attempt_with_timeout(harness: Harness) -> None:
+    said = harness.failure(harness.send("late"))
     assert (said.error, said.error_code) == (LATE, "TIMEOUT")
-    assert desk.left == [(ApiAnswer.TIMEOUT, True)]
-    desk.until_free()
+    assert harness.left == [(ApiAnswer.TIMEOUT, True)]
+    harness.until_free()
 
 
-def test_a_call_that_comes_back_within_the_grace_is_a_timeout_of_the_limit(desk: Desk) -> None:
-    desk.bus.set_limit("one", call_timeout=0.3)
-    said = desk.failure(desk.send("late_back"))
+def test_a_call_that_comes_back_within_the_grace_is_a_timeout_of_the_limit(harness: Harness) -> None:
+    harness.bus.set_limit("one", call_timeout=0.3)
+    said = harness.failure(harness.send("late_back"))
     assert (said.error, said.error_code) == ("no answer from one within 0.3 s (limit call timeout)", "TIMEOUT")
-    assert desk.left == [(ApiAnswer.TIMEOUT, False)]
-    desk.until_free()
+    assert harness.left == [(ApiAnswer.TIMEOUT, False)]
+    harness.until_free()
 
 
-def test_a_call_that_ignores_its_time_out_goes_down_the_ladder(desk: Desk) -> None:
-    said = desk.failure(desk.send("late_deaf"))
+def test_a_call_that_ignores_its_time_out_goes_down_the_ladder(harness: Harness) -> None:
+    said = harness.failure(harness.send("late_deaf"))
     assert (said.error_type, said.rung) == ("ExecutionStuck", "kill")
     assert said.error == f"did not respond to cancellation within 0.5 seconds: {LATE}; its process was killed"
-    assert desk.left == [(ApiAnswer.TIMEOUT, True)]
-    desk.until_free()
+    assert harness.left == [(ApiAnswer.TIMEOUT, True)]
+    harness.until_free()
 
 
-def test_a_time_out_of_a_handler_with_a_permit_of_its_own_is_told_once(desk: Desk) -> None:
-    assert desk.failure(desk.send("late_lent")).error_type == "ExecutionStuck"
-    assert desk.left == [(ApiAnswer.TIMEOUT, True), (ApiAnswer.UNKNOWN, True)]
-    assert one(desk.db, "SELECT failures FROM commandbus.limits WHERE name = 'one'") == 1
-    desk.until_free()
+def test_a_time_out_of_a_handler_with_a_permit_of_its_own_is_told_once(harness: Harness) -> None:
+    assert harness.failure(harness.send("late_lent")).error_type == "ExecutionStuck"
+    assert harness.left == [(ApiAnswer.TIMEOUT, True), (ApiAnswer.UNKNOWN, True)]
+    assert one(harness.db, "SELECT failures FROM commandbus.limits WHERE name = 'one'") == 1
+    harness.until_free()
 
 
-def test_an_async_call_that_takes_too_long_is_canceled_and_the_handler_goes_on(desk: Desk) -> None:
-    assert desk.result(desk.send("late_async")) == LATE
-    assert desk.left == [(ApiAnswer.TIMEOUT, True)]
-    desk.until_free()
+def test_an_async_call_that_takes_too_long_is_canceled_and_the_handler_goes_on(harness: Harness) -> None:
+    assert harness.result(harness.send("late_async")) == LATE
+    assert harness.left == [(ApiAnswer.TIMEOUT, True)]
+    harness.until_free()
 
 
-def test_after_the_block_the_attempt_has_its_own_deadline_again(desk: Desk) -> None:
-    assert 30 < desk.result(desk.send("in_time")) < 60
+def test_after_the_block_the_attempt_has_its_own_deadline_again(harness: Harness) -> None:
+    assert 30 < harness.result(harness.send("in_time")) < 60
 
 
 # --- 429 ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("command_type", ["refused", "refused_async", "refused_level"])
-def test_a_rate_limit_error_in_a_child_parks_the_command(desk: Desk, command_type: str) -> None:
-    sent = desk.send(command_type)
-    assert desk.result(sent) == "yes"
-    assert verdicts(desk.db, sent)[0][1] == "PARKED"
-    assert "429 from example" in str(desk.bus.get_attempts("orders", sent)[0].error)
-    assert desk.left[0] == (ApiAnswer.RATE_LIMITED, False)
-    assert desk.left[-1] == (ApiAnswer.GOOD, False)
-    desk.until_free()
+def test_a_rate_limit_error_in_a_child_parks_the_command(harness: Harness, command_type: str) -> None:
+    sent = harness.send(command_type)
+    assert harness.result(sent) == "yes"
+    assert verdicts(harness.db, sent)[0][1] == "PARKED"
+    assert "429 from example" in str(harness.bus.get_attempts("orders", sent)[0].error)
+    assert harness.left[0] == (ApiAnswer.RATE_LIMITED, False)
+    assert harness.left[-1] == (ApiAnswer.GOOD, False)
+    harness.until_free()
 
 
 # --- permits that are lost, and threads that stay ----------------------------------------------------------------
 
 
-def test_a_child_hears_that_its_permit_is_lost(desk: Desk) -> None:
-    sent = desk.send("hold")
-    until(lambda: desk.log() == ["in"])
-    desk.db.execute("UPDATE commandbus.limits SET holders = '{}' WHERE name = 'one'")
-    assert desk.result(sent) is True
-    desk.until_free()
+def test_a_child_hears_that_its_permit_is_lost(harness: Harness) -> None:
+    sent = harness.send("hold")
+    until(lambda: harness.log() == ["in"])
+    harness.db.execute("UPDATE commandbus.limits SET holders = '{}' WHERE name = 'one'")
+    assert harness.result(sent) is True
+    harness.until_free()
 
 
-def test_a_permit_that_a_thread_holds_is_left_when_the_attempt_is_over(desk: Desk) -> None:
-    desk.result(desk.send("leave_thread"))
-    until(lambda: desk.left)
-    assert desk.left == [(ApiAnswer.UNKNOWN, True)]
-    desk.until_free()
-    desk.go()
-    until(lambda: desk.log() == ["left"])
-    desk.result(desk.send("block"))
-    assert desk.left == [(ApiAnswer.UNKNOWN, True), (ApiAnswer.GOOD, False)]
+def test_a_permit_that_a_thread_holds_is_left_when_the_attempt_is_over(harness: Harness) -> None:
+    harness.result(harness.send("leave_thread"))
+    until(lambda: harness.left)
+    assert harness.left == [(ApiAnswer.UNKNOWN, True)]
+    harness.until_free()
+    harness.go()
+    until(lambda: harness.log() == ["left"])
+    harness.result(harness.send("block"))
+    assert harness.left == [(ApiAnswer.UNKNOWN, True), (ApiAnswer.GOOD, False)]
 
 
-def test_a_thread_of_an_attempt_that_is_over_gets_no_permit(desk: Desk) -> None:
-    desk.result(desk.send("ask_later"))
-    desk.go()
-    until(lambda: desk.log() == ["AttemptFencedError"])
-    assert one(desk.db, "SELECT granted FROM commandbus.limits WHERE name = 'one'") == 0
+def test_a_thread_of_an_attempt_that_is_over_gets_no_permit(harness: Harness) -> None:
+    harness.result(harness.send("ask_later"))
+    harness.go()
+    until(lambda: harness.log() == ["AttemptFencedError"])
+    assert one(harness.db, "SELECT granted FROM commandbus.limits WHERE name = 'one'") == 0
 
 
 # --- the doorman does not believe --------------------------------------------------------------------------------
@@ -315,7 +317,7 @@ class Record:
         return permit
 
 
-class Post:
+class Relay:
     """A relay of the run number 7, whose attempt has a minute, and what it has sent."""
 
     def __init__(self, attempt: Attempt) -> None:
@@ -337,7 +339,7 @@ class Post:
 
 
 @pytest.fixture
-def post() -> Post:
+def relay() -> Relay:
     row = (
         1,
         1,
@@ -362,58 +364,58 @@ def post() -> Post:
     )
     attempt = Attempt("orders", row, None, time.monotonic())
     attempt.started_at = time.monotonic()
-    return Post(attempt)
+    return Relay(attempt)
 
 
-def test_messages_of_an_earlier_run_take_and_leave_nothing(post: Post) -> None:
-    post.ask(run=6)
-    assert post.provider.calls == []
-    assert post.sent[0]["error"]["kind"] == "AttemptFencedError"
-    post.ask()
-    post.provider.grant()
-    post.leave(1, run=6)
-    post.deadline(0.0, "late", run=6)
-    post.limit_relay.hear({"k": "forget", "n": 6, "q": 1})
-    assert (post.provider.left, post.provider.forgotten) == ([], [])
-    assert post.attempt.deadline_at == post.end
+def test_messages_of_an_earlier_run_take_and_leave_nothing(relay: Relay) -> None:
+    relay.ask(run=6)
+    assert relay.provider.calls == []
+    assert relay.sent[0]["error"]["kind"] == "AttemptFencedError"
+    relay.ask()
+    relay.provider.grant()
+    relay.leave(1, run=6)
+    relay.deadline(0.0, "late", run=6)
+    relay.limit_relay.hear({"k": "forget", "n": 6, "q": 1})
+    assert (relay.provider.left, relay.provider.forgotten) == ([], [])
+    assert relay.attempt.deadline_at == relay.end
 
 
-def test_a_permit_that_comes_after_the_end_is_left_to_the_limit_client(post: Post) -> None:
-    post.ask(1)
-    post.ask(2)
-    held = post.provider.grant(0)
-    post.limit_relay.close()
-    assert post.provider.forgotten == [post.provider.calls[1]]
-    assert post.provider.left == [(held, ApiAnswer.UNKNOWN, True)]
-    assert [(message["k"], message["q"]) for message in post.sent] == [("permit", 1)]
+def test_a_permit_that_comes_after_the_end_is_left_to_the_limit_client(relay: Relay) -> None:
+    relay.ask(1)
+    relay.ask(2)
+    held = relay.provider.grant(0)
+    relay.limit_relay.close()
+    assert relay.provider.forgotten == [relay.provider.calls[1]]
+    assert relay.provider.left == [(held, ApiAnswer.UNKNOWN, True)]
+    assert [(message["k"], message["q"]) for message in relay.sent] == [("permit", 1)]
 
 
-def test_a_permit_that_is_granted_while_it_is_forgotten_is_left_once(post: Post) -> None:
-    post.ask()
-    post.provider.grant()
-    post.limit_relay.hear({"k": "forget", "n": 7, "q": 1})
-    post.leave(1)
-    post.limit_relay.close()
-    assert post.provider.forgotten == post.provider.calls
-    assert post.provider.left == []
+def test_a_permit_that_is_granted_while_it_is_forgotten_is_left_once(relay: Relay) -> None:
+    relay.ask()
+    relay.provider.grant()
+    relay.limit_relay.hear({"k": "forget", "n": 7, "q": 1})
+    relay.leave(1)
+    relay.limit_relay.close()
+    assert relay.provider.forgotten == relay.provider.calls
+    assert relay.provider.left == []
 
 
-def test_a_permit_is_left_once(post: Post) -> None:
-    post.ask()
-    held = post.provider.grant()
-    post.leave(1)
-    post.leave(1)
-    post.leave(99)
-    post.limit_relay.close()
-    assert post.provider.left == [(held, ApiAnswer.GOOD, False)]
+def test_a_permit_is_left_once(relay: Relay) -> None:
+    relay.ask()
+    held = relay.provider.grant()
+    relay.leave(1)
+    relay.leave(1)
+    relay.leave(99)
+    relay.limit_relay.close()
+    assert relay.provider.left == [(held, ApiAnswer.GOOD, False)]
 
 
-def test_what_a_child_held_at_its_deadline_timed_out(post: Post) -> None:
-    post.ask()
-    held = post.provider.grant()
-    post.attempt.ask_to_stop(Stop(Why.DEADLINE, "timeout", 0.0, 0.0))
-    post.limit_relay.close()
-    assert post.provider.left == [(held, ApiAnswer.TIMEOUT, True)]
+def test_what_a_child_held_at_its_deadline_timed_out(relay: Relay) -> None:
+    relay.ask()
+    held = relay.provider.grant()
+    relay.attempt.ask_to_stop(Stop(Why.DEADLINE, "timeout", 0.0, 0.0))
+    relay.limit_relay.close()
+    assert relay.provider.left == [(held, ApiAnswer.TIMEOUT, True)]
 
 
 @pytest.mark.parametrize(
@@ -428,77 +430,77 @@ def test_what_a_child_held_at_its_deadline_timed_out(post: Post) -> None:
         ("one", "x"),
     ],
 )
-def test_a_question_that_makes_no_sense_asks_for_nothing(post: Post, name: Any, wait: Any) -> None:
+def test_a_question_that_makes_no_sense_asks_for_nothing(relay: Relay, name: Any, wait: Any) -> None:
     with pytest.raises((ChannelError, ValueError)):
-        post.ask(name=name, wait=wait)
-    assert post.provider.calls == []
+        relay.ask(name=name, wait=wait)
+    assert relay.provider.calls == []
 
 
-def test_a_permit_that_is_lost_is_told_to_the_block_that_has_it_now(post: Post) -> None:
+def test_a_permit_that_is_lost_is_told_to_the_block_that_has_it_now(relay: Relay) -> None:
     lost: list[Permit] = []
     permit = Permit("one", "token", 60.0, holder="", on_lost=lost.append)
     for question in (1, 2):
-        post.ask(question)
-        post.provider.calls[-1].answer.set_result(permit)
+        relay.ask(question)
+        relay.provider.calls[-1].answer.set_result(permit)
         if question == 1:
-            post.leave(question)
+            relay.leave(question)
     assert permit.on_lost is not None
     permit.on_lost(permit)
-    assert [(message["k"], message["q"]) for message in post.sent] == [("permit", 1), ("permit", 2), ("lost", 2)]
+    assert [(message["k"], message["q"]) for message in relay.sent] == [("permit", 1), ("permit", 2), ("lost", 2)]
     assert lost == [permit]
 
 
-def test_a_number_is_used_for_one_question(post: Post) -> None:
-    post.ask()
+def test_a_number_is_used_for_one_question(relay: Relay) -> None:
+    relay.ask()
     with pytest.raises(ChannelError, match="twice"):
-        post.ask()
+        relay.ask()
 
 
-def test_a_child_may_shorten_its_deadline_and_put_it_back_but_no_more(post: Post) -> None:
-    attempt, end = post.attempt, post.end
-    post.deadline(end - 50, "late")
+def test_a_child_may_shorten_its_deadline_and_put_it_back_but_no_more(relay: Relay) -> None:
+    attempt, end = relay.attempt, relay.end
+    relay.deadline(end - 50, "late")
     assert (attempt.deadline_at, attempt.lateness()) == (end - 50, "late")
-    post.deadline(end - 55, "late")
-    post.deadline(end - 50, "late")
+    relay.deadline(end - 55, "late")
+    relay.deadline(end - 50, "late")
     assert attempt.deadline_at == end - 50
-    post.deadline(end)
+    relay.deadline(end)
     assert attempt.deadline_at == end
     assert attempt.extras.late_text is None
     for wanted in (end + 1, None):
-        post.deadline(wanted)
+        relay.deadline(wanted)
         assert attempt.deadline_at == end
-    post.deadline(end - 50, "late")
-    post.limit_relay.extend(end + 20)
+    relay.deadline(end - 50, "late")
+    relay.limit_relay.extend(end + 20)
     assert attempt.deadline_at == end + 20
-    post.deadline(NEVER)
+    relay.deadline(NEVER)
     assert attempt.deadline_at == end + 20
     with pytest.raises(ChannelError):
-        post.deadline(float("nan"))
+        relay.deadline(float("nan"))
     attempt.ask_to_stop(Stop(Why.CANCEL, "enough", 0.0, 0.0))
-    post.deadline(end - 50, "late")
+    relay.deadline(end - 50, "late")
     assert attempt.deadline_at == end + 20
 
 
-def test_who_forgets_on_one_side_is_heard_on_the_other(post: Post) -> None:
+def test_who_forgets_on_one_side_is_heard_on_the_other(relay: Relay) -> None:
     """Both sides, without a process between them: whatever the child has let go of, the worker gives back."""
     messages: list[dict[str, Any]] = []
     door = ChildLimits(messages.append, lambda _: 7)
-    first, second = (door.acquire(post.attempt, "one", 1.0) for _ in range(2))
+    first, second = (door.acquire(relay.attempt, "one", 1.0) for _ in range(2))
     for message in messages:
-        post.limit_relay.hear(message)
+        relay.limit_relay.hear(message)
     door.forget(first)  # before the answer
-    post.provider.grant(0)
-    post.provider.grant(1)
-    for message in post.sent:
+    relay.provider.grant(0)
+    relay.provider.grant(1)
+    for message in relay.sent:
         door.hear(message)
     assert not first.answer.done()
     assert second.answer.result(0).limit == "one"
     door.forget(second)  # after it
     for message in messages[2:]:
-        post.limit_relay.hear(message)
-    assert post.provider.forgotten == post.provider.calls
-    post.limit_relay.close()
-    assert post.provider.left == []
+        relay.limit_relay.hear(message)
+    assert relay.provider.forgotten == relay.provider.calls
+    relay.limit_relay.close()
+    assert relay.provider.left == []
 
 
 def test_handlers_that_use_no_limit_cost_no_limit_client(lab: Lab) -> None:

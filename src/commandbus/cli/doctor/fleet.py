@@ -91,7 +91,7 @@ def _waiting(domains: list[DomainStatus]) -> Findings:
                 "`commandbus rejected` says why; a client sends messages that are not commands",
             )
         if item.is_paused or item.paused_types:
-            yield warn("pauses", _paused(item), "`commandbus pauses` says by whom and why")
+            yield warn("pauses", _paused(item), "`commandbus pauses` says who paused it and why")
 
 
 def _paused(item: DomainStatus) -> str:

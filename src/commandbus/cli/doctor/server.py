@@ -104,8 +104,8 @@ def _search_path(conn: Conn) -> Findings:
     if "pg_catalog" in names[1:]:
         yield warn(
             "search path",
-            f"search_path is {path}: whoever may create in a schema before pg_catalog can replace any operator, "
-            f"also those of our statements",
+            f"search_path is {path}: a role that may create in a schema before pg_catalog can replace any "
+            "operator, also those of our statements",
             "name pg_catalog first, or not at all: then PostgreSQL puts it first",
         )
 

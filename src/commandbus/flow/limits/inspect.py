@@ -116,7 +116,7 @@ class LineEstimate:
 
 @dataclass(frozen=True, slots=True)
 class ControlAction:
-    """What was done to a limit or a breaker, by whom and why. `operator` is "commandbus" if no person did it."""
+    """What was done to a limit or a breaker, who did it, and why. `operator` is "commandbus" if nobody did."""
 
     subject: str
     action: str

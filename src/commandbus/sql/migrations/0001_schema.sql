@@ -635,7 +635,7 @@ CREATE TABLE commandbus.key_override (
     PRIMARY KEY (domain, key_limit, key)
 );
 
--- What holds for all commands of a type, whoever sends them: the key limit and the path of the key in a command, and the priority.
+-- What holds for all commands of a type, no matter which program sends them: the key limit and the path of the key in a command, and the priority.
 -- Workers declare it when they start; the last one to start wins. Most types have no row. A plain send looks here, by the key, and
 -- leaves commands of a type with a row to commandbus.send_keyed.
 CREATE TABLE commandbus.type_rule (

@@ -8,7 +8,8 @@ A person's cancel, the shutdown and a lost lease use the same ladder. It looks f
 thread, in memory only. Nothing here touches the database or anything else that can block, so a dead server or a
 silent network cannot stop the clock. The lease keeper does what needs the database.
 
-Whoever takes an attempt out of `running` owns its settlement: the slot that ran it, or the ladder, never both.
+The thread that takes an attempt out of `running` owns its settlement: the slot that ran it, or the ladder, never
+both.
 """
 
 from __future__ import annotations

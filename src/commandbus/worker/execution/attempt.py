@@ -404,7 +404,7 @@ class Attempt:
         with _making:
             if extras.event is None:
                 extras.event = threading.Event()
-        if self.stop is not None:  # read after the event exists: whoever asks to stop sets `stop` first
+        if self.stop is not None:  # read after the event exists: a thread that asks to stop sets `stop` first
             extras.event.set()
         return extras.event
 

@@ -24,7 +24,7 @@ TX = object()
 
 
 @dataclass
-class Desk:
+class Harness:
     """One process and whoever moves it."""
 
     manager: BaseProcessManager[Any]
@@ -135,7 +135,7 @@ class Desk:
         """Names of outstanding steps; compensations with a minus."""
         return [("-" if one.undoes is not None else "") + one.name for one in self.view.outstanding]
 
-    def drain(self, **outcomes: str) -> Desk:
+    def drain(self, **outcomes: str) -> Harness:
         """Reply to whatever is outstanding, oldest first, until nothing is."""
         while self.view.outstanding:
             one = self.view.outstanding[0]
