@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 from urllib.parse import quote, urlencode, urlsplit
 
+import psycopg
 from axe_playwright_python.base import AXE_SCRIPT
 from playwright.sync_api import Browser, ConsoleMessage, Page, Request, expect
 
@@ -147,6 +148,18 @@ def test_now_changes_by_itself_and_leaves_alone_what_somebody_uses(browser: Brow
     expect(live).not_to_contain_text("processes is paused", timeout=20_000)
     page.context.close()
     assert watched.problems == []
+
+
+def test_a_page_that_cannot_be_read_opens_by_itself_later(browser: Browser, site: Site) -> None:
+    page = Watched(browser, site).page
+    with psycopg.connect(site.database) as other:
+        other.execute("LOCK TABLE commandbus.rejected_message IN ACCESS EXCLUSIVE MODE")
+        answer = page.goto("/rejected")
+        assert answer is not None
+        assert answer.status == 503
+        expect(page.get_by_role("alert")).to_contain_text("database")
+    expect(page.locator("h1")).to_have_text("Messages that were no commands", timeout=30_000)
+    page.context.close()
 
 
 def test_the_keyboard_leads_everywhere(browser: Browser, site: Site) -> None:

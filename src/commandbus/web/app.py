@@ -18,7 +18,12 @@ from psycopg_pool import PoolTimeout
 from starlette.exceptions import HTTPException
 from starlette.staticfiles import StaticFiles
 
-from commandbus.errors import CommandBusError, CommandNotFoundError, InvalidOperationError
+from commandbus.errors import (
+    CommandBusError,
+    CommandNotFoundError,
+    DatabaseUnavailableError,
+    InvalidOperationError,
+)
 from commandbus.logger import safe_logger
 from commandbus.settings import Settings
 from commandbus.web.access import COOKIE, MARK_FIELD, Access, Visitor
@@ -212,6 +217,7 @@ def _add_errors(app: FastAPI, console: Console) -> None:
         text = "The database needed more than two seconds. Narrow the search: a domain, a type, a time (since:2h)."
         return answer(request, 503, "That took too long", text)
 
+    @app.exception_handler(DatabaseUnavailableError)
     @app.exception_handler(psycopg.OperationalError)
     @app.exception_handler(PoolTimeout)
     async def away(request: Request, error: Exception) -> Response:
