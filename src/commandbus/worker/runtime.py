@@ -476,6 +476,8 @@ class WorkerRuntime:
         if running:
             self._cancel_all(0.0)
             self._await_running(monotonic() + 0.5, lambda: False)
+        if self._end_children():
+            self._await_running(max(monotonic() + 0.2, deadline - reserve / 4), lambda: False)
         left = sum(len(attempt.each) for attempt in list(running))
         abandoned = self.ladder.abandoned - hurried + left
         # In this order: the ladder abandons an attempt, the lease keeper fences it, the settler gets its outcome.
@@ -514,6 +516,14 @@ class WorkerRuntime:
     def _cancel_all(self, grace: float) -> None:
         for attempt in list(self.attempts.running):
             self.ladder.ask(attempt, Why.SHUTDOWN, "its worker was told to stop", grace=grace)
+
+    def _end_children(self) -> bool:
+        """Kill the processes whose stacks are still waited for: that an attempt was given up matters more than
+        where it was. Its slot then settles it. Returns whether there are any."""
+        children = [child for attempt in list(self.attempts.running) if (child := attempt.child) is not None]
+        for child in children:
+            child.end_now("its worker was told to stop")
+        return bool(children)
 
     @property
     def _settled_count(self) -> int:

@@ -77,15 +77,17 @@ def test_what_hangs_in_a_query_is_stopped_by_the_cancel_of_its_query(
     assert one(db, "SELECT count(*) FROM effects") == 0
 
 
-def test_a_shutdown_stops_what_is_isolated(bus: CommandBus, start_worker: StartWorker) -> None:
+@pytest.mark.parametrize("how", ["spin", "stop"])  # a process that is stopped never says where it is
+def test_a_shutdown_stops_what_is_isolated(bus: CommandBus, start_worker: StartWorker, how: str) -> None:
     worker = start_worker(handlers, **QUICK | {"shutdown_timeout": 4.0})
-    sent = bus.send("orders", "hang", {"how": "spin"}, timeout=0).command_id
+    sent = bus.send("orders", "hang", {"how": how}, timeout=0).command_id
     assert worker._runtime is not None
     running = worker._runtime.attempts.running
     until(lambda: any(attempt.child is not None and attempt.child.has_begun for attempt in list(running)))
     started = time.monotonic()
-    worker.stop(wait=4)
+    report = worker.stop(wait=4)
     assert time.monotonic() - started < 5
+    assert report.unwritten == 0
     assert last(bus, sent).verdict == "WAIVED"
 
 
