@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import socket
-import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,7 +18,7 @@ from commandbus.cli.exit_codes import ExitCode
 from commandbus.db.wait_for_server import passes_by_itself
 from support.network import Proxy
 from support.supervised import Supervised
-from support.waiting import one, until, until_settled
+from support.waiting import Stopwatch, one, until, until_settled
 
 Db = psycopg.Connection[Any]
 WAITS = "so this start waits for it"
@@ -82,10 +81,10 @@ def test_sigterm_ends_the_wait_at_once(away: Callable[..., Supervised], proxy: P
     until(lambda: "health checks: http://" in supervised.log)
     if not silent:
         supervised.until_said(WAITS)
-    began = time.monotonic()
+    stopwatch = Stopwatch()
     code, report = supervised.stop()
     assert (code, report["reason"]) == (0, "SIGTERM")
-    assert time.monotonic() - began < 3
+    assert stopwatch.seconds() < 3
 
 
 def test_a_worker_process_that_loses_the_database_while_it_starts_waits_too(
@@ -124,10 +123,10 @@ def test_a_stop_ends_a_worker_process_that_waits(
     proxy.cut()
     (tasks / "import").touch()
     supervised.until_said(WAITS)
-    began = time.monotonic()
+    stopwatch = Stopwatch()
     code, report = supervised.stop()
     assert (code, report["abandoned"], report["unwritten"]) == (0, 0, 0)
-    assert time.monotonic() - began < 3
+    assert stopwatch.seconds() < 3
     assert supervised.processes() == {}
 
 

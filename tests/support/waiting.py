@@ -3,11 +3,13 @@
 A machine that is busy, or stands still for seconds, says nothing about the product. `until` therefore measures how
 much slower than an idle one this machine is: how many tasks want each processor, and how much longer each look
 takes. What it waits for may take as much longer. A limit that is a promise of the product belongs to `within`.
+A `Stopwatch` measures the time of what must end soon in the same way.
 """
 
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from time import monotonic, sleep  # bound here: some handlers move the clocks of the time module
@@ -19,6 +21,7 @@ T = TypeVar("T")
 LOOK_SECONDS = 0.01
 LONGEST_PAUSE = 0.1  # between two looks, after a second and a half: looking costs what others need to get on
 LOOK_TAKES = 0.01  # a look with a query, at most, on an idle machine: it is one to four milliseconds
+LONGEST_WATCH = 240.0  # a stopwatch that a failed test has left running
 PATIENCE = 6  # how much slower than an idle machine may this one be?
 
 
@@ -53,6 +56,28 @@ def _crowding() -> float:
     """How many tasks want each processor at this moment: at least one."""
     running = int(Path("/proc/loadavg").read_text().split()[3].partition("/")[0])
     return max(1.0, running / len(os.sched_getaffinity(0)))
+
+
+class Stopwatch:
+    """Runs from the moment when it is made: how long something takes, on an idle machine."""
+
+    def __init__(self) -> None:
+        self._began = monotonic()
+        self._seen = [_crowding()]
+        self._is_read = threading.Event()
+        threading.Thread(target=self._look, name="stopwatch", daemon=True).start()
+
+    def seconds(self, *, waits: float = 0.0) -> float:
+        """How long it took, read once. For `waits` seconds of that nobody computed: a timeout passed, or a handler
+        slept, and that takes as long on any machine. The rest takes longer where others compute, too."""
+        took = monotonic() - self._began
+        self._is_read.set()
+        pace = min(PATIENCE, sum(self._seen) / len(self._seen))
+        return min(took, waits) + max(0.0, took - waits) / pace
+
+    def _look(self) -> None:
+        while not self._is_read.wait(LOOK_SECONDS * 2) and monotonic() < self._began + LONGEST_WATCH:
+            self._seen.append(_crowding())
 
 
 def until_settled(db: psycopg.Connection[Any], seconds: float = 20.0) -> None:

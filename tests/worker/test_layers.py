@@ -12,7 +12,7 @@ import pytest
 from psycopg_pool import ConnectionPool
 
 from commandbus import CommandBus, CommandStatus, HandlerRegistry, HealthState, NewCommand, Worker, WorkerWatchdog
-from support.waiting import one, until, until_settled, verdicts
+from support.waiting import Stopwatch, one, until, until_settled, verdicts
 from support.workers import add, done, either
 
 StartWorker = Callable[..., Worker]
@@ -184,10 +184,10 @@ def test_the_wait_for_a_connection_never_outlasts_the_attempt(
         bus.send("orders", "hold")
         start_worker(handlers, pool=pool, pool_timeout=30.0, concurrency=2, max_attempts=1, cancel_grace=3.0)
         assert taken.wait(10)
-        began = time.monotonic()
+        stopwatch = Stopwatch()
         bus.send("orders", "want", command_id="c")
         until(lambda: verdicts(db, "c"))
-        assert time.monotonic() - began < 3
+        assert stopwatch.seconds(waits=0.5) < 3
         assert failure_of(db, "c")[1] in ("TIMEOUT", "POOL_TIMEOUT")
         go_on.set()
         until_settled(db)

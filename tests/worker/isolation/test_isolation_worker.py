@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from commandbus import CommandBus, NewCommand, Worker
 from commandbus.worker.isolation.attempt_in_child import Child
 from commandbus.worker.isolation.isolation import Isolation
 from support.isolated_handlers import handlers
-from support.waiting import one, until, until_settled
+from support.waiting import Stopwatch, one, until, until_settled
 from support.workers import short_lease
 
 StartWorker = Callable[..., Worker]
@@ -84,9 +83,9 @@ def test_a_shutdown_stops_what_is_isolated(bus: CommandBus, start_worker: StartW
     assert worker._runtime is not None
     running = worker._runtime.attempts.running
     until(lambda: any(attempt.child is not None and attempt.child.has_begun for attempt in list(running)))
-    started = time.monotonic()
+    stopwatch = Stopwatch()
     report = worker.stop(wait=4)
-    assert time.monotonic() - started < 5
+    assert stopwatch.seconds(waits=4.0) < 5
     assert report.unwritten == 0
     assert last(bus, sent).verdict == "WAIVED"
 
