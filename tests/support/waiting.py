@@ -72,6 +72,10 @@ class Stopwatch:
         slept, and that takes as long on any machine. The rest takes longer where others compute, too."""
         took = monotonic() - self._began
         self._is_read.set()
+        return self.idle(took, waits=waits)
+
+    def idle(self, took: float, *, waits: float = 0.0) -> float:
+        """What took so long while it ran: how long on an idle machine?"""
         pace = min(PATIENCE, sum(self._seen) / len(self._seen))
         return min(took, waits) + max(0.0, took - waits) / pace
 
