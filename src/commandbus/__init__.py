@@ -60,6 +60,8 @@ _NAMES = {
     "commandbus.flow.schedules.operate": "ScheduleRecord",
     "commandbus.flow.setup.domains": "DomainInfo",
     "commandbus.flow.setup.migrate": "SchemaState",
+    "commandbus.flow.workers.requests": "LiveStack Stack StackFrame",
+    "commandbus.flow.workers.slots": "SlotInfo WorkerSlots",
     "commandbus.limits.with_block": "Hold",
     "commandbus.model.attempt_outcome": "AttemptOutcome",
     "commandbus.model.batch": """
@@ -73,6 +75,7 @@ _NAMES = {
     "commandbus.model.command_class": "command",
     "commandbus.model.api_errors": "parse_retry_after raise_for_rate_limit",
     "commandbus.model.durations": "Duration",
+    "commandbus.model.minute_figures": "HourFigures MinuteFigures VersionMark",
     "commandbus.model.effect": """
         CheckpointRecord EffectAnswer EffectRecord EffectState NOT_DONE OpenEffect UNKNOWN
     """,

@@ -270,6 +270,21 @@ from commandbus.flow.setup.domains import (
 from commandbus.flow.setup.migrate import (
     SchemaState as SchemaState,
 )
+from commandbus.flow.workers.requests import (
+    LiveStack as LiveStack,
+)
+from commandbus.flow.workers.requests import (
+    Stack as Stack,
+)
+from commandbus.flow.workers.requests import (
+    StackFrame as StackFrame,
+)
+from commandbus.flow.workers.slots import (
+    SlotInfo as SlotInfo,
+)
+from commandbus.flow.workers.slots import (
+    WorkerSlots as WorkerSlots,
+)
 from commandbus.limits.with_block import (
     Hold as Hold,
 )
@@ -389,6 +404,15 @@ from commandbus.model.limit import (
 )
 from commandbus.model.limit import (
     StoreName as StoreName,
+)
+from commandbus.model.minute_figures import (
+    HourFigures as HourFigures,
+)
+from commandbus.model.minute_figures import (
+    MinuteFigures as MinuteFigures,
+)
+from commandbus.model.minute_figures import (
+    VersionMark as VersionMark,
 )
 from commandbus.model.page import (
     Page as Page,

@@ -88,7 +88,7 @@ RECORDS = {
         "KeyLine",
         "LimitInfo",
     ),
-    *("ScheduleRecord", "UnhandledType", "WorkerInfo"),
+    *("LiveStack", "ScheduleRecord", "SlotInfo", "UnhandledType", "WorkerInfo", "WorkerSlots"),
 }
 """Made by us: what comes out is seconds, or an instant."""
 BAD = [-1, "-5s", math.nan, math.inf, -math.inf, "5 parsecs", "soon", "", True, False, [], 10**12, "11y", 10**400]
@@ -153,6 +153,9 @@ TRIES: dict[str, Try] = {
     "StepSignal(deadline)": lambda value: waiting_steps.check(StepSignal("ok", deadline=value)),
     "StepSleep(duration)": lambda value: waiting_steps.check(StepSleep(value)),
     "StepProcess(deadline)": lambda value: waiting_steps.check(StepProcess("other", deadline=value)),
+    **made("watch_slots(watch)", lambda bus, value: bus.watch_slots(value)),
+    **made("request_stack(wait)", lambda bus, value: bus.request_stack("orders", "x", wait=value)),
+    **made("recycle_worker(wait)", lambda bus, value: bus.recycle_worker("w", wait=value)),
     **made("send(delay)", lambda bus, value: bus.send("orders", "x", delay=value)),
     **made("send(timeout)", lambda bus, value: bus.send("orders", "x", timeout=value)),
     **made("send(expires)", lambda bus, value: bus.send("orders", "x", expires=value)),

@@ -19,6 +19,7 @@ from commandbus.bus.base import POOL_SIZE
 from commandbus.bus.breakers import AsyncBreakerMethods
 from commandbus.bus.call_listener import LAST_LOOK_SECONDS, WaitingCall, address_of
 from commandbus.bus.data_access import AsyncDataAccess
+from commandbus.bus.fleet import AsyncFleetMethods
 from commandbus.bus.limits import AsyncLimitMethods, LimitClientHolder
 from commandbus.bus.one_body import awaited
 from commandbus.bus.send_middleware import AsyncSendMiddlewareMethods, Chain, Given
@@ -64,7 +65,12 @@ LATE_SECONDS = 0.2  # extra time, so that the pool's own, clearer error comes fi
 
 
 class AsyncCommandBus(
-    AsyncBreakerMethods, AsyncLimitMethods, AsyncWaitMethods, AsyncSendMiddlewareMethods, AsyncDataAccess
+    AsyncBreakerMethods,
+    AsyncLimitMethods,
+    AsyncFleetMethods,
+    AsyncWaitMethods,
+    AsyncSendMiddlewareMethods,
+    AsyncDataAccess,
 ):
     """The bus for async code: the same methods, awaited. One bus belongs to one event loop."""
 

@@ -18,6 +18,7 @@ from commandbus.bus.base import POOL_SIZE, warn_on_loop, whoami
 from commandbus.bus.breakers import BreakerMethods
 from commandbus.bus.call_listener import LAST_LOOK_SECONDS, WaitingCall, address_of
 from commandbus.bus.data_access import DataAccess
+from commandbus.bus.fleet import FleetMethods
 from commandbus.bus.limits import LimitClientHolder, LimitMethods
 from commandbus.bus.repositories.new_processes import Manager
 from commandbus.bus.send_middleware import Chain, Given, SendMiddlewareMethods
@@ -69,7 +70,9 @@ else:
 T = TypeVar("T")
 
 
-class CommandBus(SendMethods, BreakerMethods, LimitMethods, WaitMethods, SendMiddlewareMethods, DataAccess):
+class CommandBus(
+    SendMethods, BreakerMethods, LimitMethods, FleetMethods, WaitMethods, SendMiddlewareMethods, DataAccess
+):
     """The bus for sync code. Safe to share between threads; close it, or use it as a context manager.
 
     `CommandBus()` takes its database from the settings (environment, commandbus.toml). With `pool=` it uses a

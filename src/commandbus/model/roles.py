@@ -33,7 +33,7 @@ _TABLES = (
     "worker", "waiting", "batch", "batch_delta", "process", "process_step", "stray_reply", "limits", "breaker",
     "control_action", "limit_client", "limit_mode", "audit_event", "schedule", "schedule_declaration",
     "unique_key", "key_limit", "key_override", "keyed", "type_rule", "effect",
-    "checkpoint", *_SHARED,
+    "checkpoint", "watch", "worker_slots", "worker_request", "minute_figure", *_SHARED,
 )  # fmt: skip
 
 _SENT = (
@@ -59,7 +59,9 @@ _NAMED = (
     "running_in_batch(text, bigint)",
     "batch_waits(text, bigint, integer)",
 )
+_WATCHING = ("watch_slots(double precision)", "request_stack(text, text)")
 _READING = (
+    *_WATCHING,
     "key_places(text, text, text)",
     "audit_trail(text, text)",
     "unhandled_types(text[], integer)",
@@ -80,7 +82,14 @@ _FUNCTIONS: dict[str, tuple[str, ...]] = {
     "producer": (*_SENDING, *_NAMED),
     "limiter": (),
     "worker": (*_SENDING, *_READING, *_PRUNING, *_LOGGING, "forget_timers(bigint[])", "key_of(text, json, json)"),
-    "operator": (*_SENDING, *_READING, *_PRUNING, *_LOGGING, "forget_timers(bigint[])"),
+    "operator": (
+        *_SENDING,
+        *_READING,
+        *_PRUNING,
+        *_LOGGING,
+        "forget_timers(bigint[])",
+        "request_recycle(text, double precision, text, text)",
+    ),
 }
 
 _PRODUCER = [
@@ -127,7 +136,9 @@ _WORKER = [
     ("INSERT, UPDATE, DELETE", ("keyed", "type_rule")),
     ("INSERT, UPDATE", ("key_limit",)),
     ("DELETE", ("key_override",)),  # those that are over
-    ("INSERT, UPDATE", ("effect", "checkpoint")),
+    ("INSERT, UPDATE", ("effect", "checkpoint", "worker_slots")),
+    ("INSERT, UPDATE, DELETE", ("minute_figure",)),
+    ("UPDATE (answered_at, answer)", ("worker_request",)),
     ("UPDATE", ("pause",)),  # FOR KEY SHARE needs it
 ]
 _OPERATOR = [
@@ -306,6 +317,8 @@ _BY_DOMAIN = (
     "key_override",
     "keyed",
     "type_rule",
+    "minute_figure",
+    "worker_request",
 )
 _BY_COMMAND = ("attempt", "operator_action", "audit_event", "effect", "checkpoint")
 
@@ -338,6 +351,7 @@ def _conditions(tenant: Tenant) -> dict[str, str]:
         "domain": _any_of("name", tenant.domains),
         "parked": f"{mine} OR domain = ''",  # '': callers inside programs; all tenants share a limit
         "worker": f"domains <@ {listed}",
+        "worker_slots": f"domains <@ {listed}",
         "batch_delta": "EXISTS (SELECT FROM commandbus.batch b WHERE b.id = batch)",
         "process_step": "EXISTS (SELECT FROM commandbus.process p WHERE p.id = process)",
         "undelivered_reply": _any_of("queue", tenant.all_queues()),

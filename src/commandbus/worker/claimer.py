@@ -62,6 +62,7 @@ from commandbus.worker.dispatcher import Dispatcher
 from commandbus.worker.isolation.quarantine import Quarantine
 from commandbus.worker.raw_messages import Adopter
 from commandbus.worker.unhandled_types import UnhandledTypes
+from commandbus.worker.wait_times import WaitTimes
 
 logger = safe_logger("commandbus.worker")
 
@@ -91,6 +92,7 @@ class Claimer(DatabaseService):
         quarantine: Quarantine,
         adopter: Adopter,
         unhandled: UnhandledTypes,
+        waits: WaitTimes,
         on_cancel: Callable[[str, int], None],
         on_joined: Callable[[], None],
         on_idle: Callable[[], bool],
@@ -109,6 +111,7 @@ class Claimer(DatabaseService):
         self._unhandled = unhandled
         adopter.on_read = lambda domain, seconds: self.order(lambda: self._read(domain, seconds))
         self._odd = OddRows(self._connection, worker, settings, keeps_lock_timeout=lambda: self.can_listen)
+        self._waits = waits
         self._on_cancel = on_cancel
         self._on_joined = on_joined
         self._on_idle = on_idle
@@ -297,6 +300,7 @@ class Claimer(DatabaseService):
             self._asking_seconds += monotonic() - began
         if found.claimed_at is not None:
             self._on_answered(found.claimed_at)
+        self._waits.add(domain.name, found)
         return found
 
     def _return_unheard(self) -> None:

@@ -27,12 +27,14 @@ from commandbus.flow.keys.exist import CHANNEL as KEYS_CHANNEL
 from commandbus.flow.operation import Operation, Plan
 from commandbus.flow.schedules.exist import CHANNEL
 from commandbus.flow.workers.registry import WorkerIdentity, beat
+from commandbus.flow.workers.slots import CHANNEL as FLEET_CHANNEL
 from commandbus.logger import safe_logger
 from commandbus.model.safe_text import escaped
 from commandbus.settings import Settings
 from commandbus.worker.batch_folding import Refused
 from commandbus.worker.breakers import WorkerBreakers
 from commandbus.worker.expiry import ExpirySweep
+from commandbus.worker.fleet_reports import FleetReports
 from commandbus.worker.health import HealthStatus
 from commandbus.worker.key_releasing import KeyReleasing
 from commandbus.worker.scheduling import Scheduling
@@ -95,6 +97,7 @@ class Maintenance(DatabaseService):
         unhandled: UnhandledTypes,
         scheduling: Scheduling,
         key_releasing: KeyReleasing,
+        reports: FleetReports,
         on_error: Callable[[BaseException], None],
         name: str,
     ) -> None:
@@ -107,6 +110,7 @@ class Maintenance(DatabaseService):
         self._unhandled = unhandled
         self._scheduling = scheduling
         self._key_releasing = key_releasing
+        self._reports = reports
         self._expiry = ExpirySweep(identity.domains)
         breakers.on_report = lambda: self.order(lambda: breakers.write(self._connection))
         self.state = "ACTIVE"
@@ -122,12 +126,14 @@ class Maintenance(DatabaseService):
         self._last_at = monotonic()
 
     def connected(self, conn: Connection[Any]) -> None:
-        self.listen(conn, CHANNEL, KEYS_CHANNEL)
+        self.listen(conn, CHANNEL, KEYS_CHANNEL, FLEET_CHANNEL)
         self._scheduling.look_soon()
         self._key_releasing.look_soon()
 
     def heard(self, channel: str, payload: str) -> None:
-        if payload in self._identity.domains:
+        if channel == FLEET_CHANNEL:
+            self._reports.heard(payload)
+        elif payload in self._identity.domains:
             (self._scheduling if channel == CHANNEL else self._key_releasing).look_soon()
 
     def round(self) -> None:
@@ -139,12 +145,14 @@ class Maintenance(DatabaseService):
         try:
             self.carry_out()
             self._breakers.sweep_now(self._connection, lambda: None)  # the counts of this worker are still needed
+            self._reports.finish(self._connection)
             self._beat("STOPPED")
         except psycopg.Error as error:
             logger.info("the stop could not be recorded in the registry: %s", error)
 
     def _tick(self) -> None:
         self._look_after()
+        self._reports.look(self._connection)
         now = monotonic()
         if now >= self._sweep_at:
             self._sweep_at = now + SWEEP_SECONDS + self._sweep() * 20
@@ -177,7 +185,7 @@ class Maintenance(DatabaseService):
                 for domain, count in settled.items()
             }
             self._last, self._last_at = dict(settled), now
-        self._connection.run(
+        watchers = self._connection.run(
             beat(
                 self._identity,
                 state=state,
@@ -191,6 +199,7 @@ class Maintenance(DatabaseService):
                 counts=self._breakers.counts(),
             )
         )
+        self._reports.note(watchers)
 
     def _sweep(self) -> float:
         """Fold what nobody has folded, and go on with cancellations that a crash interrupted.

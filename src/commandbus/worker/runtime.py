@@ -53,6 +53,7 @@ from commandbus.worker.execution.execute import Written as WrittenOutcome
 from commandbus.worker.execution.slots import Slot
 from commandbus.worker.execution.wrapped_handlers import WrappedHandlers
 from commandbus.worker.fenced_writer import FencedWriter
+from commandbus.worker.fleet_reports import FleetReports
 from commandbus.worker.isolation.isolation import Isolation
 from commandbus.worker.isolation.quarantine import Quarantine
 from commandbus.worker.key_releasing import KeyReleasing
@@ -66,7 +67,9 @@ from commandbus.worker.running_file import RunningFile
 from commandbus.worker.scheduling import Scheduling
 from commandbus.worker.service_watch import UNREACHABLE, ServiceWatch
 from commandbus.worker.settler import Settler
+from commandbus.worker.slot_views import SlotViews
 from commandbus.worker.unhandled_types import UnhandledTypes
+from commandbus.worker.wait_times import WaitTimes
 from commandbus.worker.worker_options import StopReport, WorkerSpec, identity
 
 logger = safe_logger("commandbus.worker")
@@ -138,7 +141,9 @@ class WorkerRuntime:
         )
         self.dispatcher = self._make_dispatcher()
         self._adopter = Adopter(settings, spec.id, on_error=spec.fail, name=spec.id)
+        self._waits = WaitTimes(spec.domains)
         self._claimer = self._make_claimer()
+        self._views = SlotViews(settings, self.attempts, lambda: self.dispatcher.total_slots)
         self._threads: list[DatabaseService] = []
         self._scheduling = Scheduling(spec, settings, self._threads)
         self._key_releasing = KeyReleasing(spec, settings, self._threads)
@@ -151,6 +156,7 @@ class WorkerRuntime:
             unhandled=self._unhandled,
             scheduling=self._scheduling,
             key_releasing=self._key_releasing,
+            reports=self._make_reports(),
             on_error=spec.fail,
             name=spec.id,
         )
@@ -319,12 +325,23 @@ class WorkerRuntime:
             quarantine=self._quarantine,
             adopter=self._adopter,
             unhandled=self._unhandled,
+            waits=self._waits,
             on_cancel=self._keeper.look_for_cancel,
             on_joined=lambda: self._key_releasing.joined(),  # noqa: PLW0108 - made later
             on_idle=self._check_idle,
             on_answered=spec.counts.note_clock,
             on_error=spec.fail,
             name=spec.id,
+        )
+
+    def _make_reports(self) -> FleetReports:
+        return FleetReports(
+            self._spec.id,
+            self._spec.domains,
+            settled=lambda: self.settler.settled,
+            waits=self._waits,
+            views=self._views,
+            recycle=self._recycle_for_operator,
         )
 
     def _make_service_watch(self) -> ServiceWatch:
@@ -559,6 +576,7 @@ class WorkerRuntime:
 
     def _note_stuck(self, attempt: Attempt, slot: Slot | AsyncSlot) -> None:
         self.stuck += 1
+        self._views.note_stuck(attempt, slot)
         if self._board_writer is not None:
             # It is settled: if this worker dies now, that is not because of it.
             self._board_writer.leave(slot.index)
@@ -617,6 +635,18 @@ class WorkerRuntime:
             self.drain(reason)
         else:
             self._spec.request_stop(reason)
+
+    # --- called by the maintenance ------------------------------------------------------------------------------
+
+    def _recycle_for_operator(self, reason: str) -> str | None:
+        """An operator wants this worker replaced. Returns why it is not."""
+        if self._spec.supervision is None:
+            return "it has no supervisor, so nobody would start a replacement; end its process yourself"
+        if self.state is not State.ACTIVE:
+            return None  # it does that already
+        self._is_recycled = True
+        self.drain(f"recycled by {reason}")
+        return None
 
     # --- called by contexts and the lease keeper ----------------------------------------------------------------
 

@@ -26,6 +26,15 @@ class WorkerIdentity:
     types: Callable[[], Sequence[str]] = tuple
 
 
+@dataclass(frozen=True, slots=True)
+class Watchers:
+    """What people want of a worker: for how many seconds somebody watches its slots, and whether it was asked
+    something."""
+
+    seconds: float
+    has_requests: bool
+
+
 @operation(atomic=False)
 def beat(
     identity: WorkerIdentity,
@@ -36,12 +45,14 @@ def beat(
     rates: Mapping[str, float],
     health: Mapping[str, Any] | None = None,
     counts: Mapping[str, Any] | None = None,
-) -> Steps[None]:
-    """Write the worker's row; `health` has the form `{"state": "HEALTHY", "reasons": []}`.
+) -> Steps[Watchers]:
+    """Write the worker's row, and learn what people want of it.
+
+    `health` has the form `{"state": "HEALTHY", "reasons": []}`.
 
     `counts` are the counts for breakers, by 'DOMAIN/COMMAND_TYPE' (model/breaker_rule.py); usually None.
     """
-    yield Statement(
+    rows = yield Statement(
         sql.text("workers/beat"),
         {
             "id": identity.id,
@@ -60,3 +71,4 @@ def beat(
             "counts": None if not counts else payload.dump(dict(counts), what="counts"),
         },
     )
+    return Watchers(*rows[0])

@@ -270,6 +270,51 @@ CREATE TABLE commandbus.waiting (
     PRIMARY KEY (domain, worker)
 ) WITH (fillfactor = 50);
 
+-- --- the fleet, as people watch it (ADR 38) ----------------------------------------------------------------------------------
+
+-- Until when somebody watches the slots of workers; at most one row. Workers publish their slots only until then. Not logged,
+-- like the next two: after a crash of the server whoever watches says so again.
+CREATE UNLOGGED TABLE commandbus.watch (
+    what   text PRIMARY KEY CHECK (what = 'slots'),
+    until  timestamptz NOT NULL
+) WITH (fillfactor = 50);
+
+-- What a worker's slots ran at `taken_at` (worker/slot_publisher.py). A row that is older than a few seconds says nothing.
+CREATE UNLOGGED TABLE commandbus.worker_slots (
+    worker    text PRIMARY KEY,
+    domains   text[] NOT NULL,
+    taken_at  timestamptz NOT NULL DEFAULT now(),
+    state     json NOT NULL
+) WITH (fillfactor = 50);
+
+-- Questions to workers. STACK: where is this attempt now? RECYCLE: end when what runs has ended, so that the supervisor starts
+-- a replacement. The worker answers in the row. Rows are removed after ten minutes.
+CREATE UNLOGGED TABLE commandbus.worker_request (
+    id            bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
+    worker        text NOT NULL,
+    kind          text NOT NULL CHECK (kind IN ('STACK', 'RECYCLE')),
+    domain        text,
+    msg_id        bigint,
+    read_ct       integer,
+    reason        text,
+    requested_at  timestamptz NOT NULL DEFAULT now(),
+    answered_at   timestamptz,
+    answer        json
+);
+CREATE INDEX worker_request_open ON commandbus.worker_request (worker) WHERE answered_at IS NULL;
+
+-- What happened in a domain in one minute, for the last two hours. Workers add to it a few times a minute if there is something
+-- to add; an idle domain has no rows. ready: how many commands could run (counted up to 10,000), as the first worker of that
+-- minute saw it. waits: how many claimed commands had waited for how long, in the buckets of model/minute_figures.py.
+CREATE TABLE commandbus.minute_figure (
+    at       timestamptz NOT NULL,
+    domain   text NOT NULL,
+    settled  bigint NOT NULL DEFAULT 0,
+    ready    integer,
+    waits    bigint[] NOT NULL,
+    PRIMARY KEY (at, domain)
+) WITH (fillfactor = 50);
+
 -- --- batches and processes ---------------------------------------------------------------------------------------------------
 
 -- A batch. Its counts are complete only together with those in batch_delta. `on_complete` is sent in the transaction that
@@ -487,7 +532,7 @@ CREATE TABLE commandbus.breaker (
 ) WITH (fillfactor = 50);
 
 -- Actions on limits, breakers, pauses and schedules, by people and by commandbus itself (operator 'commandbus').
--- subject: 'limit docai', 'breaker docai', 'breaker orders/ship', 'pause orders/', 'schedule orders/nightly'.
+-- subject: 'limit docai', 'breaker docai', 'breaker orders/ship', 'pause orders/', 'schedule orders/nightly', 'worker orders/ID'.
 CREATE TABLE commandbus.control_action (
     id            bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
     subject       text NOT NULL,
@@ -2008,6 +2053,88 @@ SELECT sent.command_id, sent.id + 0 * (SELECT count(*) FROM woken),
   FROM sent
 $sql$, format('pgmq.%I', 'q_' || p_domain || '__commands_msg_id_seq'), 'q_' || p_domain || '__commands')
     USING p_domain, p_rows;
+END
+$$;
+
+-- --- The fleet, as people watch it -----------------------------------------------------------------------------------
+
+-- Somebody watches the slots of workers for so many seconds (at most a minute). Writes only when half of that has passed,
+-- and wakes the workers only if nobody has watched before. Locks: the one row. Index: the key.
+CREATE FUNCTION commandbus.watch_slots(p_seconds float8) RETURNS void
+    LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+DECLARE
+    v_seconds float8 := least(greatest(p_seconds, 0), 60);
+    v_until timestamptz := (SELECT until FROM commandbus.watch WHERE what = 'slots');
+BEGIN
+    IF v_until > clock_timestamp() + make_interval(secs => v_seconds / 2) THEN
+        RETURN;
+    END IF;
+    INSERT INTO commandbus.watch AS w (what, until)
+    VALUES ('slots', clock_timestamp() + make_interval(secs => v_seconds))
+    ON CONFLICT (what) DO UPDATE SET until = greatest(w.until, excluded.until);
+    IF v_until IS NULL OR v_until <= clock_timestamp() THEN
+        DELETE FROM commandbus.worker_slots WHERE taken_at < now() - interval '1 hour';
+        PERFORM pg_notify('commandbus_fleet', '');
+    END IF;
+END
+$$;
+
+-- Asks the worker that runs a command for its stack. Returns nothing if there is no such command; `request` is null if no
+-- worker holds it. Locks: none that anybody waits for. Indexes: command_domain_command_id_key; the key of the queue.
+CREATE FUNCTION commandbus.request_stack(p_domain text, p_command_id text)
+    RETURNS TABLE (request bigint, worker text, attempt integer)
+    LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+DECLARE
+    v_command record;
+    v_msg_id bigint;
+    v_read_ct integer;
+BEGIN
+    PERFORM commandbus.check_caller(p_domain, 'SELECT');
+    SELECT c.msg_id, c.attempt_base INTO v_command FROM commandbus.command c
+     WHERE c.domain = p_domain AND c.command_id = p_command_id;
+    IF NOT FOUND THEN
+        RETURN;
+    END IF;
+    EXECUTE format($sql$
+SELECT q.msg_id, q.read_ct, q.headers ->> 'held_by' FROM pgmq.%I q
+ WHERE q.msg_id = $1 AND q.headers ? 'held_by' AND commandbus.due_at(q.vt) > now()
+$sql$, 'q_' || p_domain || '__commands') INTO v_msg_id, v_read_ct, worker USING v_command.msg_id;
+    IF worker IS NOT NULL THEN
+        DELETE FROM commandbus.worker_request r WHERE r.requested_at < now() - interval '10 minutes';
+        attempt := v_command.attempt_base + v_read_ct;
+        INSERT INTO commandbus.worker_request AS r (worker, kind, domain, msg_id, read_ct)
+        VALUES (request_stack.worker, 'STACK', p_domain, v_msg_id, v_read_ct) RETURNING r.id INTO request;
+        PERFORM pg_notify('commandbus_fleet', worker);
+    END IF;
+    RETURN NEXT;
+END
+$$;
+
+-- Asks a worker to end when what runs has ended, so that its supervisor starts a replacement. Returns the request; null if
+-- there is no such live worker. The action is recorded. Locks: none. Index: the worker's key.
+CREATE FUNCTION commandbus.request_recycle(p_worker text, p_alive float8, p_operator text, p_reason text) RETURNS bigint
+    LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+DECLARE
+    v_worker commandbus.worker;
+    v_domain text;
+    v_id bigint;
+BEGIN
+    SELECT * INTO v_worker FROM commandbus.worker w
+     WHERE w.id = p_worker AND w.state <> 'STOPPED' AND w.heartbeat_at > now() - make_interval(secs => p_alive);
+    IF NOT FOUND THEN
+        RETURN NULL;
+    END IF;
+    FOREACH v_domain IN ARRAY v_worker.domains LOOP
+        PERFORM commandbus.check_caller(v_domain, 'UPDATE');
+    END LOOP;
+    DELETE FROM commandbus.worker_request r WHERE r.requested_at < now() - interval '10 minutes';
+    INSERT INTO commandbus.worker_request (worker, kind, domain, reason)
+    VALUES (p_worker, 'RECYCLE', v_worker.domains[1], left(p_operator || COALESCE(': ' || p_reason, ''), 500))
+    RETURNING id INTO v_id;
+    INSERT INTO commandbus.control_action (subject, action, operator, reason)
+    VALUES ('worker ' || v_worker.domains[1] || '/' || p_worker, 'RECYCLE', p_operator, p_reason);
+    PERFORM pg_notify('commandbus_fleet', p_worker);
+    RETURN v_id;
 END
 $$;
 

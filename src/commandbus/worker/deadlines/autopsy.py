@@ -34,12 +34,12 @@ def of_task(task: asyncio.Task[Any] | None, loop_ident: int | None, *, is_blocke
     found: dict[str, Any] = {"taken_at": round(epoch(), 3), "stacks": []}
     if task is not None:
         # Read from another thread while the loop runs: a frame may move on meanwhile, so a line may be wrong.
-        frames = [line for frame in _awaited(task.get_coro()) for line in _lines(frame, limit=1)]
+        frames = [line for frame in awaited_frames(task.get_coro()) for line in _lines(frame, limit=1)]
         found["stacks"] = [{"title": f"task {task.get_name()}", "frames": frames}]
     return found
 
 
-def _awaited(coroutine: Any) -> list[FrameType]:
+def awaited_frames(coroutine: Any) -> list[FrameType]:
     """The frames of a suspended coroutine and of what it awaits, innermost last."""
     frames: list[FrameType] = []
     while coroutine is not None and len(frames) < MAX_FRAMES:

@@ -149,6 +149,18 @@ class Child:
                 self._killed_at = -math.inf
                 self._process.kill()
 
+    def sample(self, seconds: float) -> str:
+        """Where it is, as faulthandler writes it; empty if it has ended or does not answer. Called by the
+        maintenance, which may wait. What was written for this does not count as an autopsy later."""
+        with self._lock:
+            if self.is_over or self.is_doomed:
+                return ""
+        dump = self._process.dump_now(DUMP_SIGNAL, seconds)
+        with self._lock:
+            if dump and not self.is_over and not self.is_doomed:
+                self._mark = self._process.mark()
+        return dump
+
     def check_memory(self) -> bool:
         """Is it over max_memory_mb? Then it is killed."""
         if self._max_memory_mb is None or self.is_over:

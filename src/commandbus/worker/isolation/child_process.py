@@ -117,6 +117,28 @@ class ChildProcess:
         with suppress(ProcessLookupError):
             signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)  # it may have left its group
 
+    def dump_now(self, number: int, seconds: float) -> str:
+        """Let it write its stacks, and return them; empty if it does not within so many seconds. It runs on."""
+        mark = self._size()
+        if mark is None:
+            return ""
+        self.signal(number)
+        until, before = monotonic() + seconds, mark
+        while (size := self._size()) is not None and monotonic() < until:
+            if mark < before == size and (text := self._text(mark)).endswith("\n"):
+                return text
+            before = size
+            time.sleep(LOOK_SECONDS)
+        return ""
+
+    def _size(self) -> int | None:
+        with self._lock:
+            return None if self.is_reaped else self.mark()
+
+    def _text(self, mark: int) -> str:
+        with self._lock:
+            return "" if self.is_reaped else self.dump_since(mark)
+
     def memory_mb(self) -> float:
         """Its resident memory; 0 if it is gone."""
         return resident_megabytes(self.pid)
