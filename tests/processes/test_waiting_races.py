@@ -92,6 +92,23 @@ def hands(bus: CommandBus, database: str) -> Iterator[Hands]:
         harness.close()
 
 
+@pytest.mark.parametrize("count", [3, 7, 8])
+def test_signals_are_read_in_portions_and_taken_once_in_their_order(
+    bus: CommandBus, hands: Hands, monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    monkeypatch.setattr("commandbus.worker.process_messages.MOST_SIGNALS", 4)
+    many = Saga("many", *(wait_for("ok", name=f"ok{n}") for n in range(count)))
+    hands.handlers["many"] = handler_of(many)
+    bus.start_process(many, {}, process_id="p")
+    for n in range(count + 1):
+        bus.signal(P, "p", "ok", n)
+    hands.work()
+    record = bus.get_process(P, "p")
+    assert record is not None
+    assert (record.status, record.state) == ("COMPLETED", {f"ok{n}": n for n in range(count)})
+    assert [signal.step for signal in record.signals] == [*range(1, count + 1), None]
+
+
 def test_a_signal_in_the_middle_of_a_move_is_taken(bus: CommandBus, hands: Hands) -> None:
     """Whichever statement comes next, and although its own message found nobody who waits."""
     for statement in STATEMENTS:

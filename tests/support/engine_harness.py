@@ -74,7 +74,7 @@ class Harness:
         return self.tell(Message("wake", next(one.number for one in self.view.outstanding if one.name == name)))
 
     def next_signal(self, asked: SignalQuery) -> Signal | None:
-        """As processes/next_signal.sql."""
+        """As processes/untaken_signals.sql, of which the first counts."""
         gone = {one.command_id for one in self.view.steps if one.kind == "signal"} | set(asked.taken)
         left = (one for name, one in self.signals if name == asked.name and one.command_id not in gone)
         return next(left, None)

@@ -23,7 +23,7 @@ from commandbus.errors import PermanentCommandError, ProcessMovedError, Transien
 from commandbus.flow.batches.fold_and_complete import fold
 from commandbus.flow.operation import Operation
 from commandbus.flow.processes.loaded import Loaded
-from commandbus.flow.processes.move import apply, line_up, load, next_signal, set_aside, touch
+from commandbus.flow.processes.move import apply, line_up, load, set_aside, touch, untaken_signals
 from commandbus.logger import safe_logger
 from commandbus.model import names, payload
 from commandbus.model.command import Command
@@ -32,12 +32,13 @@ from commandbus.processes.advance_and_compensate import advance
 from commandbus.processes.manager import BaseProcessManager, ProcessView, is_async
 from commandbus.processes.messages import MalformedMessageError, Message, read_message
 from commandbus.processes.moves import Advance, StepCall
-from commandbus.processes.waiting_steps import SignalQuery
+from commandbus.processes.waiting_steps import Signal, SignalQuery
 from commandbus.worker.execution.context import AsyncHandlerContext, HandlerContext
 
 logger = safe_logger("commandbus.worker")
 
 TRIES = 20
+MOST_SIGNALS = 100  # how many signals of a name are read at once
 STATE_NESTING = payload.MAX_NESTING + 50  # a state may contain whole results
 
 
@@ -151,13 +152,34 @@ def _advance(
 ) -> Generator[StepCall | Operation[Any], Any, Advance]:
     """What the message does; the database answers questions about signals."""
     moves, answer = advance(manager, loaded.view, message, tx), None
+    known: dict[str, list[Signal]] = {}
     while True:
         try:
             asked = moves.send(answer)
         except StopIteration as stop:
             made: Advance = stop.value
             return made
-        answer = yield next_signal(loaded, asked) if isinstance(asked, SignalQuery) else asked
+        answer = (
+            (yield from _next_signal(loaded, asked, known)) if isinstance(asked, SignalQuery) else (yield asked)
+        )
+
+
+def _next_signal(
+    loaded: Loaded, asked: SignalQuery, known: dict[str, list[Signal]]
+) -> Generator[Operation[list[Signal]], Any, Signal | None]:
+    """The oldest signal of this name that no step has taken; None if there is none. `known`: what was read for
+    this move, by name."""
+    signals = known.get(asked.name)
+    may_be_more = signals is None or len(signals) == MOST_SIGNALS
+    found = _untaken(signals or [], asked)
+    if found is None and may_be_more:
+        known[asked.name] = yield untaken_signals(loaded, asked, MOST_SIGNALS)
+        found = _untaken(known[asked.name], asked)
+    return found
+
+
+def _untaken(signals: list[Signal], asked: SignalQuery) -> Signal | None:
+    return next((signal for signal in signals if signal.command_id not in asked.taken), None)
 
 
 def _is_overtaken(message: Message, view: ProcessView[Any]) -> bool:

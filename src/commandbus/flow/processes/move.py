@@ -85,13 +85,13 @@ def _step_view(*, status: str, waits: list[Any] | None, **fields: Any) -> StepVi
 
 
 @operation(atomic=False)
-def next_signal(loaded: Loaded, asked: SignalQuery) -> Steps[Signal | None]:
-    """The oldest signal of this name that no step has taken; None if there is none."""
+def untaken_signals(loaded: Loaded, asked: SignalQuery, most: int) -> Steps[list[Signal]]:
+    """The oldest signals of this name that no step has taken."""
     rows = yield Statement(
-        sql.text("processes/next_signal"),
-        {"process": loaded.id, "name": asked.name, "taken": list(asked.taken)},
+        sql.text("processes/untaken_signals"),
+        {"process": loaded.id, "name": asked.name, "taken": list(asked.taken), "most": most},
     )
-    return Signal(rows[0][0], rows[0][1], loads_or_none(rows[0][2])) if rows else None
+    return [Signal(id_, command_id, loads_or_none(data)) for id_, command_id, data in rows]
 
 
 @operation(atomic=True)
