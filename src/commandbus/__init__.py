@@ -117,6 +117,7 @@ _NAMES = {
     "commandbus.worker.worker": "Worker",
     "commandbus.settings": "Settings load_settings",
     "commandbus.troubleshooting": "AsyncTroubleshootingQueue TroubleshootingQueue",
+    "commandbus.web.health_router": "health_router",
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
 __all__ = sorted(_MODULES)  # noqa: PLE0605 - the stub has them one by one

@@ -564,6 +564,9 @@ from commandbus.troubleshooting import (
 from commandbus.troubleshooting import (
     TroubleshootingQueue as TroubleshootingQueue,
 )
+from commandbus.web.health_router import (
+    health_router as health_router,
+)
 from commandbus.worker.async_worker import (
     AsyncWorker as AsyncWorker,
 )

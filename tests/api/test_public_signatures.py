@@ -38,6 +38,7 @@ OF_OTHERS = {
     *("Iterable", "Iterator", "Literal", "Logger", "LoggerAdapter", "Mapping", "NoReturn", "Path", "Self"),
     "Sequence",
     *("AsyncConnection", "AsyncCursor", "Connection", "ConnectionPool", "Cursor"),  # psycopg's
+    "APIRouter",  # of FastAPI
     *("C", "F", "R", "S", "T"),  # type variables
 }
 FIELDS = {

@@ -43,6 +43,7 @@ from commandbus import (
 )
 from commandbus.model.payload_schema import schema_of
 from commandbus.settings import Settings, load_settings
+from support.consoles import served
 from support.pages import ROOT, Pages
 from support.waiting import until
 
@@ -105,6 +106,7 @@ def test_every_block_of_the_guide_is_run_by_a_test_here() -> None:
         "commandbus doctor",
         "commandbus console",
         "create_console(",
+        "health_router(worker)",
         "database_url =",
     )
     assert GUIDE.unknown(*known) == []
@@ -157,6 +159,19 @@ def test_the_console_is_mounted_in_an_application(bus: CommandBus, database: str
     server.should_exit = True
     thread.join(30)
     assert not thread.is_alive()
+
+
+def test_a_worker_inside_an_application_has_health_checks_and_metrics(bus: CommandBus, database: str) -> None:
+    names: dict[str, Any] = {"database_url": database}
+    exec(block("python", "health_router(worker)"), names)
+    sent = bus.send("orders", "ship", {"order_no": 17})
+    with served(names["app"]) as port:
+        until(lambda: bus.get_command("orders", sent.command_id).status is CommandStatus.COMPLETED)  # type: ignore[union-attr]
+        base = f"http://127.0.0.1:{port}"
+        with urllib.request.urlopen(f"{base}/health/ready", timeout=30) as answer:
+            assert json.load(answer)["status"] == "healthy"
+        counted = 'commandbus_attempts_total{domain="orders",command_type="ship",outcome="completed"} 1'
+        until(lambda: counted in urllib.request.urlopen(f"{base}/metrics", timeout=30).read().decode())
 
 
 def test_writes_commit_with_the_completion(bus: CommandBus, database: str) -> None:

@@ -65,13 +65,13 @@ def test_every_way_to_end_is_counted_once(
     worker = start_worker(handlers, retry_policy=AT_ONCE)
     until_settled(db)
     expected = {"completed": 8, "business_rule": 1, "permanent": 1, "retry": 2, "exhausted": 1, "snoozed": 1}
-    until(lambda: outcomes(worker.counts) == expected, what=lambda: str(outcomes(worker.counts)))
-    found = worker.counts.by_type["orders", "work"]
+    until(lambda: outcomes(worker._counts.read()) == expected, what=lambda: str(outcomes(worker._counts.read())))
+    found = worker._counts.read().by_type["orders", "work"]
     assert sum(found.runs.buckets) == sum(expected.values())
     assert sum(found.waits.buckets) == len(ways), "only first attempts have waited since they were sent"
-    assert sum(worker.counts.connection_waits.buckets) == 1
+    assert sum(worker._counts.read().connection_waits.buckets) == 1
     worker.stop()
-    assert outcomes(worker.counts) == expected, "the counts outlive a run"
+    assert outcomes(worker._counts.read()) == expected, "the counts outlive a run"
 
 
 def test_waits_and_runs_fall_into_their_buckets(
@@ -86,8 +86,8 @@ def test_waits_and_runs_fall_into_their_buckets(
     worker = start_worker(handlers)
     until(lambda: worker._runtime is not None and worker._runtime.attempts.running)
     threading.Timer(0.3, gate.set).start()
-    until(lambda: outcomes(worker.counts) == {"completed": 1})
-    found = worker.counts.by_type["orders", "work"]
+    until(lambda: outcomes(worker._counts.read()) == {"completed": 1})
+    found = worker._counts.read().by_type["orders", "work"]
     assert found.waits.buckets[BOUNDS.index(300.0)] == 1
     assert 100 <= found.waits.total < 130
     assert 0.2 < found.runs.total < 20
@@ -106,8 +106,8 @@ def test_a_chunk_counts_each_member_and_its_time_once(
 
     bus.send_many("orders", [NewCommand("work") for _ in range(4)])
     worker = start_worker(handlers, concurrency=1)
-    until(lambda: outcomes(worker.counts) == {"completed": 4})
-    found = worker.counts.by_type["orders", "work"].runs
+    until(lambda: outcomes(worker._counts.read()) == {"completed": 4})
+    found = worker._counts.read().by_type["orders", "work"].runs
     assert sum(found.buckets) == 4
     assert 0.2 * len(took) <= found.total < 0.2 * len(took) + 2
 
@@ -121,8 +121,8 @@ def test_a_stuck_attempt_counts_with_the_time_that_it_ran(
 
     bus.send("orders", "work", timeout=0.3, max_attempts=1)
     worker = start_worker(handlers, cancel_grace=0.2)
-    until(lambda: outcomes(worker.counts) == {"exhausted": 1})
-    assert 0.4 <= worker.counts.by_type["orders", "work"].runs.total < 20
+    until(lambda: outcomes(worker._counts.read()) == {"exhausted": 1})
+    assert 0.4 <= worker._counts.read().by_type["orders", "work"].runs.total < 20
 
 
 def test_a_lost_lease_is_counted_and_no_outcome(
@@ -140,8 +140,8 @@ def test_a_lost_lease_is_counted_and_no_outcome(
     assert started.wait(10)
     db.execute("UPDATE pgmq.q_orders__commands SET read_ct = read_ct + 1, vt = now() + interval '1 h'")
     gate.set()
-    until(lambda: worker.counts.lease_losses == 1)
-    assert outcomes(worker.counts) == {}
+    until(lambda: worker._counts.read().lease_losses == 1)
+    assert outcomes(worker._counts.read()) == {}
 
 
 def test_a_wait_for_a_connection_in_vain_is_counted(
@@ -164,8 +164,8 @@ def test_a_wait_for_a_connection_in_vain_is_counted(
     worker = start_worker(handlers, pool_max_size=1, pool_timeout=0.1)
     assert holding.wait(10)
     bus.send("orders", "work")
-    until(lambda: worker.counts.connection_timeouts == 1)
-    assert sum(worker.counts.connection_waits.buckets) == 1
+    until(lambda: worker._counts.read().connection_timeouts == 1)
+    assert sum(worker._counts.read().connection_waits.buckets) == 1
 
 
 # --- the page -------------------------------------------------------------------------------------------------

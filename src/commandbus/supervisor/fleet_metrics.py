@@ -1,4 +1,4 @@
-"""Metrics of limits, breakers and schedules. Pure.
+"""Metrics of domains, limits, breakers and schedules. Pure.
 
 They describe the whole fleet, as the database knows it. Every supervisor reports the same values, so take `max by
 (limit)`, not a sum. They are as old as the coroner's last look (3 s), and older while the database is unreachable.
@@ -6,10 +6,23 @@ They describe the whole fleet, as the database knows it. Every supervisor report
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
+from commandbus.flow.commands.rescue import ClaimableWork
 from commandbus.flow.limits.metrics import BreakerFigures, FleetFigures, LimitFigures, ScheduleFigures
 from commandbus.supervisor.metrics import COUNTER, GAUGE, Metric, MetricKind, Sample
+
+
+def domain_metrics(domains: Mapping[str, ClaimableWork]) -> list[Metric]:
+    """What waits in each domain."""
+    return [
+        Metric("commandbus_ready", GAUGE, "Commands that could be claimed now, counted up to 10000.",
+               [Sample(seen.ready, {"domain": domain}) for domain, seen in domains.items()]),
+        Metric("commandbus_oldest_ready_seconds", GAUGE, "How long the first of them has been waiting.",
+               [Sample(seen.oldest_seconds or 0.0, {"domain": domain}) for domain, seen in domains.items()]),
+        Metric("commandbus_troubleshooting_queue", GAUGE, "Commands that need a person.",
+               [Sample(seen.in_tsq, {"domain": domain}) for domain, seen in domains.items()]),
+    ]  # fmt: skip
 
 
 def shared_metrics(figures: FleetFigures) -> list[Metric]:

@@ -16,7 +16,7 @@ from commandbus.model.attempt_counts import AttemptCounts
 from commandbus.quick_dataclass import dataclass
 from commandbus.supervisor.attempt_metrics import attempt_metrics
 from commandbus.supervisor.coroner import CoronerLook
-from commandbus.supervisor.fleet_metrics import shared_metrics
+from commandbus.supervisor.fleet_metrics import domain_metrics, shared_metrics
 from commandbus.supervisor.health_server import HealthVerdict
 from commandbus.supervisor.metrics import COUNTER, GAUGE, Metric, Sample, render
 from commandbus.supervisor.worker_process import WorkerProcess
@@ -141,8 +141,6 @@ def metrics(view: View, counts: AttemptCounts = NOTHING) -> str:
     states = Counter(worker.state for worker in view.workers)
     health = Counter(min(worker.health, 2) for worker in view.workers if worker.state is not State.STARTING)
     free = sum(worker.free for worker in view.workers if worker.state is State.ACTIVE)
-    domains = view.look.domains
-    oldest = {domain: seen.oldest_seconds or 0.0 for domain, seen in domains.items()}
     return render([
         Metric("commandbus_workers", GAUGE, "Worker processes by state.",
                [Sample(states[state], {"state": state.name.lower()}) for state in State]),
@@ -166,17 +164,12 @@ def metrics(view: View, counts: AttemptCounts = NOTHING) -> str:
                [Sample(view.postmortems)]),
         Metric("commandbus_postmortems_open", GAUGE, "Dead workers whose commands are not settled yet.",
                [Sample(view.open_postmortems)]),
-        Metric("commandbus_ready", GAUGE, "Commands that could be claimed now, counted up to 10000.",
-               [Sample(seen.ready, {"domain": domain}) for domain, seen in domains.items()]),
-        Metric("commandbus_oldest_ready_seconds", GAUGE, "How long the first of them has been waiting.",
-               [Sample(seconds, {"domain": domain}) for domain, seconds in oldest.items()]),
-        Metric("commandbus_troubleshooting_queue", GAUGE, "Commands that need a person.",
-               [Sample(seen.in_tsq, {"domain": domain}) for domain, seen in domains.items()]),
         Metric("commandbus_database_up", GAUGE, "1 while the supervisor's connection answers.",
                [Sample(0 if view.look.lost_since is not None or view.waits_for else 1)]),
         Metric("commandbus_worker_memory_bytes", GAUGE, "Resident memory of worker processes, together.",
                [Sample(round(sum(worker.rss_mb for worker in view.workers) * 1_048_576))]),
         *attempt_metrics(counts),
+        *domain_metrics(view.look.domains),
         *shared_metrics(view.look.figures),
     ])  # fmt: skip
 

@@ -30,6 +30,7 @@ from commandbus.web.access import COOKIE, MARK_FIELD, Access, Visitor
 from commandbus.web.actions import ACTIONS, ChangedSetError
 from commandbus.web.api import api_routes
 from commandbus.web.console import CONNECTIONS, Console
+from commandbus.web.metrics import add_metrics
 from commandbus.web.pages import page_routes
 
 logger = safe_logger("commandbus.console")
@@ -66,6 +67,7 @@ def create_console(settings: Settings, access: Access | None = None, *, connecti
     _add_entrance(app, console)
     _add_actions(app, console)
     _add_health(app, console)
+    add_metrics(app, console)
     _add_guard(app, console)
     _add_errors(app, console)
     return app
@@ -98,7 +100,7 @@ def _bounded(path: str, response: Response) -> Response:
 
 
 def _stranger(request: Request, console: Console, path: str) -> Response:
-    if path.startswith("/api/"):
+    if path.startswith(("/api/", "/metrics")):
         return JSONResponse({"error": "send `Authorization: Bearer TOKEN`"}, status_code=401)
     if console.access.has_tokens:
         return RedirectResponse(f"{request.scope.get('root_path', '')}/sign-in", status_code=303)

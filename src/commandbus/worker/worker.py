@@ -36,7 +36,6 @@ from commandbus.flow.setup.domains import create_domain, list_domains
 from commandbus.flow.setup.migrate import look
 from commandbus.flow.setup.privileges import check_may_work, explained
 from commandbus.logger import safe_logger
-from commandbus.model.attempt_counts import AttemptCounts
 from commandbus.model.durations import Duration, parse_seconds
 from commandbus.model.json_values import Json
 from commandbus.model.names import check_domain
@@ -136,9 +135,9 @@ class Worker:
         return self._runtime.state.name
 
     @property
-    def counts(self) -> AttemptCounts:
-        """How its attempts ended, how long they waited and ran, over all its runs."""
-        return self._counts.read()
+    def running(self) -> int:
+        """How many attempts run in it now."""
+        return 0 if self._runtime is None else sum(len(item.each) for item in list(self._runtime.attempts.running))
 
     @property
     def settled(self) -> int:
