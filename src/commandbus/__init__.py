@@ -28,6 +28,7 @@ _NAMES = {
     "commandbus.bus.repositories.batches": "AsyncBatchRepository BatchRepository",
     "commandbus.bus.repositories.commands": "AsyncCommandRepository CommandRepository",
     "commandbus.bus.repositories.key_limits": "AsyncKeyLimitRepository KeyLimitRepository",
+    "commandbus.bus.repositories.plans": "AsyncPlanRepository PlanRepository",
     "commandbus.bus.repositories.processes": "AsyncProcessRepository ProcessRepository",
     "commandbus.bus.repositories.schedules": "AsyncScheduleRepository ScheduleRepository",
     "commandbus.errors": """
@@ -40,7 +41,7 @@ _NAMES = {
         EmbeddedPostgresError EffectMisuseError EffectUncertainError
         InvalidCommandError InvalidOperationError InvalidPayloadError InvalidScheduleError
         LimitLostError LimitTimeoutError MiddlewareError MissingPrivilegeError PermanentCommandError
-        ProcessNotFoundError RateLimitError
+        PlanChangedError PlanNotFoundError ProcessNotFoundError RateLimitError
         ScheduleNotFoundError SchemaError SendFailedError TransactionEndedError TransactionUsedError
         TransientCommandError UnknownCommandTypeError UnknownDomainError UnknownLimitError
         UniqueConflictError UniqueKeyLockedError UnknownKeyLimitError UnknownQueueError
@@ -83,6 +84,7 @@ _NAMES = {
     "commandbus.model.key_limit": "KeyLimit KeyLine OnFailure",
     "commandbus.model.limit": "StoreName Limit LimitOptions Rate",
     "commandbus.model.page": "Page",
+    "commandbus.model.plan": "PlanAction PlanFilter PlanGroup PlanRecord PlanState PlannedCommand",
     "commandbus.model.priority": "Priority",
     "commandbus.model.process": """
         NewProcess ProcessRecord ProcessStatus SentSignal SignalRecord StartedProcess StepRecord StepStatus

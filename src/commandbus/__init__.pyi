@@ -36,6 +36,12 @@ from commandbus.bus.repositories.key_limits import (
 from commandbus.bus.repositories.key_limits import (
     KeyLimitRepository as KeyLimitRepository,
 )
+from commandbus.bus.repositories.plans import (
+    AsyncPlanRepository as AsyncPlanRepository,
+)
+from commandbus.bus.repositories.plans import (
+    PlanRepository as PlanRepository,
+)
 from commandbus.bus.repositories.processes import (
     AsyncProcessRepository as AsyncProcessRepository,
 )
@@ -164,6 +170,12 @@ from commandbus.errors import (
 )
 from commandbus.errors import (
     PermanentCommandError as PermanentCommandError,
+)
+from commandbus.errors import (
+    PlanChangedError as PlanChangedError,
+)
+from commandbus.errors import (
+    PlanNotFoundError as PlanNotFoundError,
 )
 from commandbus.errors import (
     ProcessNotFoundError as ProcessNotFoundError,
@@ -416,6 +428,24 @@ from commandbus.model.minute_figures import (
 )
 from commandbus.model.page import (
     Page as Page,
+)
+from commandbus.model.plan import (
+    PlanAction as PlanAction,
+)
+from commandbus.model.plan import (
+    PlanFilter as PlanFilter,
+)
+from commandbus.model.plan import (
+    PlanGroup as PlanGroup,
+)
+from commandbus.model.plan import (
+    PlannedCommand as PlannedCommand,
+)
+from commandbus.model.plan import (
+    PlanRecord as PlanRecord,
+)
+from commandbus.model.plan import (
+    PlanState as PlanState,
 )
 from commandbus.model.priority import (
     Priority as Priority,

@@ -219,8 +219,20 @@ class CommandNotFoundError(CommandBusError, LookupError):
     """No such command."""
 
 
+class PlanNotFoundError(CommandBusError, LookupError):
+    """There is no such plan."""
+
+    def __init__(self, plan_id: int) -> None:
+        super().__init__(f"there is no plan {plan_id}; `commandbus plan` lists them, and old ones are deleted")
+        self.plan_id = plan_id
+
+
 class InvalidOperationError(CommandBusError):
     """The command is not in a state that allows the operation; somebody else may have been faster."""
+
+
+class PlanChangedError(InvalidOperationError):
+    """Since the preview of a plan, commands that it chooses came or went. Nothing was done; look again."""
 
 
 class SchemaError(CommandBusError):

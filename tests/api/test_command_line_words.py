@@ -27,6 +27,7 @@ DURATIONS = {
     "keys override --until",
     "schedules create --every",
     "schedules create --expires",
+    "plan preview --over",
     "schedules create --timeout",
     "send --debounce",
     "send --delay",
@@ -40,6 +41,8 @@ LISTS = {
     "batch list",
     "commands",
     "effect list",
+    "plan list",
+    "plan show",
     "process list",
     "process strays",
     "rejected",
@@ -50,7 +53,7 @@ LISTS = {
 }
 LOOKS_LIKE_A_DURATION = re.compile(
     r"--(?:wait|timeout|.*-timeout|deadline|delay|age|keep|lease|max-wait|backoff|.*-reset|interval|window|grace"
-    r"|until|every|expires|debounce|max-delay)\Z"
+    r"|until|every|expires|debounce|max-delay|over)\Z"
 )
 
 

@@ -88,7 +88,7 @@ RECORDS = {
         "KeyLine",
         "LimitInfo",
     ),
-    *("LiveStack", "ScheduleRecord", "SlotInfo", "UnhandledType", "WorkerInfo", "WorkerSlots"),
+    *("LiveStack", "PlanRecord", "ScheduleRecord", "SlotInfo", "UnhandledType", "WorkerInfo", "WorkerSlots"),
 }
 """Made by us: what comes out is seconds, or an instant."""
 BAD = [-1, "-5s", math.nan, math.inf, -math.inf, "5 parsecs", "soon", "", True, False, [], 10**12, "11y", 10**400]
@@ -197,6 +197,10 @@ TRIES: dict[str, Try] = {
         for bus, tried in of_bus(
             lambda bus, value: bus.key_limits.override("orders", "x", "k", concurrency=1, until=value)
         )
+    },
+    **{
+        f"{bus.replace('CommandBus', 'PlanRepository')}.preview(over)": tried
+        for bus, tried in of_bus(lambda bus, value: bus.plans.preview("orders", "retry", over=value))
     },
     **of_schedules("create(every)", lambda schedules, value: schedules.create("orders", "x", every=value)),
     **of_schedules(

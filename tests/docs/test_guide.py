@@ -105,6 +105,8 @@ def test_every_block_of_the_guide_is_run_by_a_test_here() -> None:
         "bus.schedules.create(",
         "commandbus doctor",
         "commandbus console",
+        "bus.plans.preview(",
+        "commandbus plan preview",
         "create_console(",
         "health_router(worker)",
         "database_url =",
@@ -141,6 +143,34 @@ def test_schedules_fire_as_declared_and_change_at_run_time(
     assert "PENDING" in said
     assert "report-eu" in said
     assert bus.schedules.get("orders", "report-eu") is None
+
+
+def test_a_plan_is_previewed_started_and_stopped(
+    bus: CommandBus, database: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    handlers = HandlerRegistry()
+
+    @handlers.handler("orders", "ship")
+    def ship(command: Any, ctx: Any) -> None:
+        raise PermanentCommandError("no answer", code="API_DOWN")
+
+    for number in range(2):
+        bus.send("orders", "ship", command_id=f"s{number}")
+    Worker(handlers, database_url=database).run(until_idle=True)
+    exec(block("python", "bus.plans.preview("), {"bus": bus})
+    said = capsys.readouterr().out
+    assert "2 put 2 commands into the queue again" in said
+    assert "s0 no answer" in said
+    assert "0 of 2 retried, 2 left" in said
+    assert bus.plans.get(1).state == "STOPPED"
+    with Worker(handlers, database_url=database):
+        for line in block("sh", "commandbus plan preview").splitlines():
+            words = [sys.executable, "-m", "commandbus.cli", *shlex.split(line)[1:]]
+            if words[4] in ("start", "stop"):
+                words[5] = "2"
+            code = 0 if words[4] != "stop" else 1
+            ran = subprocess.run([*words, "--database", database], capture_output=True, text=True, check=False)
+            assert (ran.returncode != 0) == bool(code), ran.stderr
 
 
 def test_the_console_is_mounted_in_an_application(bus: CommandBus, database: str) -> None:

@@ -35,6 +35,7 @@ _PARTS_ONLY = {
     "commands/others_due",
     "limits/claimable",
     "effects/fence",
+    "plans/chosen",
     "batches/settle_done_batches",
     "commands/settle_batches_and_processes",
 }
@@ -43,9 +44,14 @@ _LOCKING = {
     "breakers/lock": "FOR UPDATE",
     "limits/client_list": "FOR UPDATE",
     "limits/rows": "FOR NO KEY UPDATE OF l",
+    "plans/query": "FOR UPDATE",
 }
 _ORDER = {"limits/next": "(%(vain)s::jsonb ->> p.command::text)::integer, p.since, p.command, p.seq"}
-_CHOSEN = {"limits/next": "NOT (%(vain)s::jsonb ? p.command::text)"}
+_CHOSEN = {
+    "limits/next": "NOT (%(vain)s::jsonb ? p.command::text)",
+    "plans/changes": sql.part("plans/chosen"),
+    "plans/preview": sql.part("plans/chosen"),
+}
 _JOINED = {  # what the code joins to a text when it runs
     "SELECT pg_catalog.pg_cancel_backend(pid)": session._IT,
     "SELECT pg_catalog.pg_terminate_backend(pid, 2000)": session._IT,

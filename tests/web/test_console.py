@@ -25,7 +25,7 @@ HOSTILE_ID = '<script>alert("1")</script>\u202e'
 HOSTILE = HOSTILE_ID + "\x1b[31m"
 PAGES = [
     "/", "/commands", "/troubleshooting", "/stuck", "/limits", "/schedules", "/batches", "/processes", "/workers",
-    "/domains", "/rejected",
+    "/domains", "/rejected", "/plans",
 ]  # fmt: skip
 
 
@@ -110,21 +110,6 @@ def test_an_operator_acts_and_the_trail_names_them(database: str, bus: CommandBu
     assert visit.act("explode", "/domains").status == 404
 
 
-def test_a_set_that_has_changed_since_the_preview_is_left_alone(
-    database: str, bus: CommandBus, serve: Serve
-) -> None:
-    settled(database, bus)
-    visit = serve()
-    page = "/troubleshooting?domain=orders&command_type=ship"
-    assert "Retry 2" in visit.get(page).text
-    refused = visit.act("retry-all", page, domain="orders", command_type="ship", expected="3")
-    assert refused.status == 409
-    assert "the preview showed 3 commands, and now there are 2" in refused.text
-    done = visit.act("cancel-all", page, domain="orders", command_type="ship", expected="2")
-    assert "2 commands are canceled" in done.text
-    assert "Nothing needs a person" in visit.get("/troubleshooting").text
-
-
 def test_a_reader_looks_and_changes_nothing(bus: CommandBus, serve: Serve) -> None:
     visit = serve(Access(user_header="X-User", operators={"ann"}), headers={"X-User": "bob"})
     assert '<form class="action"' not in visit.get("/domains").text
@@ -175,7 +160,7 @@ def test_the_api_describes_itself_and_gives_what_the_pages_show(
     settled(database, bus)
     visit = serve()
     described = visit.get("/api/openapi.json").json["paths"]
-    needed = {"/api/command", "/api/batch", "/api/process", "/api/actions/{name}"}
+    needed = {"/api/command", "/api/batch", "/api/process", "/api/plan", "/api/actions/{name}"}
     for path in described.keys() - needed:
         answer = visit.get(path)
         assert answer.status == 200, path

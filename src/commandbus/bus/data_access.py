@@ -1,6 +1,6 @@
 """The data-access layer of a bus: its parts (`bus.queues`, `bus.commands`, `bus.audit`, `bus.batches`,
-`bus.processes`, `bus.schedules`, `bus.key_limits`), and short names for their methods. Only the parts contain the
-code."""
+`bus.processes`, `bus.schedules`, `bus.key_limits`, `bus.plans`), and short names for their methods. Only the parts
+contain the code."""
 
 from __future__ import annotations
 
@@ -16,11 +16,14 @@ from commandbus.lazy import lazy
 
 if TYPE_CHECKING:
     from commandbus.bus.repositories import key_limits as key_limit_repositories
+    from commandbus.bus.repositories import plans as plan_repositories
     from commandbus.bus.repositories import schedules as schedule_repositories
     from commandbus.bus.repositories.key_limits import AsyncKeyLimitRepository, KeyLimitRepository
+    from commandbus.bus.repositories.plans import AsyncPlanRepository, PlanRepository
     from commandbus.bus.repositories.schedules import AsyncScheduleRepository, ScheduleRepository
 else:
     key_limit_repositories = lazy("commandbus.bus.repositories.key_limits")
+    plan_repositories = lazy("commandbus.bus.repositories.plans")
     schedule_repositories = lazy("commandbus.bus.repositories.schedules")
 
 
@@ -61,6 +64,11 @@ class DataAccess:
     def schedules(self) -> ScheduleRepository:
         """The schedules of this database."""
         return schedule_repositories.ScheduleRepository(cast(Any, self))
+
+    @property
+    def plans(self) -> PlanRepository:
+        """Plans: what operators do to many commands in the troubleshooting queue."""
+        return plan_repositories.PlanRepository(cast(Any, self))
 
     send_many = short("commands", CommandRepository.save_many)
     cancel = short("commands", CommandRepository.cancel)
@@ -133,6 +141,11 @@ class AsyncDataAccess:
     def schedules(self) -> AsyncScheduleRepository:
         """The schedules of this database."""
         return schedule_repositories.AsyncScheduleRepository(cast(Any, self))
+
+    @property
+    def plans(self) -> AsyncPlanRepository:
+        """Plans: what operators do to many commands in the troubleshooting queue."""
+        return plan_repositories.AsyncPlanRepository(cast(Any, self))
 
     send_many = short("commands", AsyncCommandRepository.save_many)
     cancel = short("commands", AsyncCommandRepository.cancel)

@@ -68,6 +68,10 @@ COMMANDS = {
     "schedules": ("schedules", "Schedules: commands that are sent by the clock."),
     "effect": ("effect", "Effects outside the database: calls of which nobody knows whether they were made."),
     "tsq": ("tsq", "The troubleshooting queue: commands that need a person."),
+    "plan": (
+        "plan",
+        "Plans: retry, cancel or complete many commands of the troubleshooting queue, after a preview.",
+    ),
     "batch": ("batch", "Batches: commands that are watched as one, and what happens when all are done."),
     "process": ("process", "Processes (sagas): commands that follow each other, and are undone if one fails."),
     "rejected": ("rejected", "List messages that were not commands, newest first, with the reason."),

@@ -33,7 +33,7 @@ _TABLES = (
     "worker", "waiting", "batch", "batch_delta", "process", "process_step", "stray_reply", "limits", "breaker",
     "control_action", "limit_client", "limit_mode", "audit_event", "schedule", "schedule_declaration",
     "unique_key", "key_limit", "key_override", "keyed", "type_rule", "effect",
-    "checkpoint", "watch", "worker_slots", "worker_request", "minute_figure", *_SHARED,
+    "checkpoint", "watch", "worker_slots", "worker_request", "minute_figure", "plan", "plan_command", *_SHARED,
 )  # fmt: skip
 
 _SENT = (
@@ -74,6 +74,7 @@ _PRUNING = (
     "prune_processes(bigint, integer, double precision)",
     "prune_asides(double precision, integer)",
     "prune_keys(text, text, integer)",
+    "prune_plans(double precision, integer)",
 )
 _LOGGING = ("log_events(text, text[], text[], text[])",)
 
@@ -140,6 +141,7 @@ _WORKER = [
     ("INSERT, UPDATE, DELETE", ("minute_figure",)),
     ("UPDATE (answered_at, answer)", ("worker_request",)),
     ("UPDATE", ("pause",)),  # FOR KEY SHARE needs it
+    ("UPDATE", ("plan", "plan_command")),  # it carries plans out
 ]
 _OPERATOR = [
     ("SELECT", _TABLES),
@@ -154,6 +156,8 @@ _OPERATOR = [
     ("UPDATE", ("keyed",)),
     ("INSERT, UPDATE, DELETE", ("key_limit", "key_override")),
     ("INSERT, UPDATE, DELETE", ("limits",)),
+    ("INSERT, UPDATE", ("plan",)),
+    ("INSERT", ("plan_command",)),
 ]
 _GRANTS: dict[str, list[tuple[str, tuple[str, ...]]]] = {
     "reader": [("SELECT", (*_TABLES, "audit"))],
@@ -319,6 +323,7 @@ _BY_DOMAIN = (
     "type_rule",
     "minute_figure",
     "worker_request",
+    "plan",
 )
 _BY_COMMAND = ("attempt", "operator_action", "audit_event", "effect", "checkpoint")
 
@@ -354,6 +359,7 @@ def _conditions(tenant: Tenant) -> dict[str, str]:
         "worker_slots": f"domains <@ {listed}",
         "batch_delta": "EXISTS (SELECT FROM commandbus.batch b WHERE b.id = batch)",
         "process_step": "EXISTS (SELECT FROM commandbus.process p WHERE p.id = process)",
+        "plan_command": "EXISTS (SELECT FROM commandbus.plan p WHERE p.id = plan)",
         "undelivered_reply": _any_of("queue", tenant.all_queues()),
         "control_action": f"pg_catalog.strpos(subject, '/') = 0 OR pg_catalog.split_part("
         f"pg_catalog.split_part(subject, ' ', 2), '/', 1) = ANY ({listed})",

@@ -1,7 +1,7 @@
 """What an operator can do in the console, each defined once for pages and API.
 
-Every action names its fields, and returns a sentence that says what was done. The operator is always the visitor.
-The bus records each action with the operator's name and reason.
+Every action names its fields, and returns a sentence that says what was done; a `Step` has a page, too. The
+operator is always the visitor. The bus records each action with the operator's name and reason.
 """
 
 from __future__ import annotations
@@ -11,17 +11,24 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
 from commandbus.bus import AsyncCommandBus
-from commandbus.errors import CommandBusError, InvalidCommandError
-from commandbus.model.counting import counted
+from commandbus.errors import InvalidCommandError
 from commandbus.model.json_values import Json
-from commandbus.troubleshooting import AsyncTroubleshootingQueue
+from commandbus.model.plan import check_action
 
 Fields = Mapping[str, str]
 LONGEST_FIELD = 1_000_000
 
 
-class ChangedSetError(CommandBusError):
-    """Between the preview and the click, other commands came or went."""
+class Step(str):
+    """The sentence of an action that has a page of its own, which shows what was done."""
+
+    page: str
+
+    def __new__(cls, sentence: str, page: str) -> Step:
+        """The sentence, and the page."""
+        made = super().__new__(cls, sentence)
+        made.page = page
+        return made
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,28 +76,29 @@ async def _complete(bus: AsyncCommandBus, operator: str, given: Fields) -> str:
     return f"{given['domain']} {given['id']} is completed"
 
 
-async def _retry_all(bus: AsyncCommandBus, operator: str, given: Fields) -> str:
-    queue, target = await _unchanged(bus, given)
-    count = await queue.retry_all(**target, operator=operator, reason=given.get("reason"))
-    return f"{counted(count, 'command')} {'is' if count == 1 else 'are'} in the queue again"
+async def _preview_plan(bus: AsyncCommandBus, operator: str, given: Fields) -> Step:
+    plan = await bus.plans.preview(
+        given["domain"],
+        check_action(given["action"]),
+        command_type=given.get("command_type"),
+        error_code=given.get("error_code"),
+        command_ids=given["ids"].split("\n") if "ids" in given else None,
+        result=_json(given.get("result"), "result"),
+        over=given.get("over", "0"),
+        operator=operator,
+        reason=given.get("reason"),
+    )
+    return Step(f"plan {plan.id} would {plan.text}", f"/plan?id={plan.id}")
 
 
-async def _cancel_all(bus: AsyncCommandBus, operator: str, given: Fields) -> str:
-    queue, target = await _unchanged(bus, given)
-    count = await queue.cancel_all(**target, operator=operator, reason=given.get("reason"))
-    return f"{counted(count, 'command')} {'is' if count == 1 else 'are'} canceled"
+async def _start_plan(bus: AsyncCommandBus, operator: str, given: Fields) -> Step:
+    plan = await bus.plans.start(_whole(given["plan"], "plan"), operator=operator, reason=given.get("reason"))
+    return Step(f"plan {plan.id} runs: {plan.progress_text}", f"/plan?id={plan.id}")
 
 
-async def _unchanged(bus: AsyncCommandBus, given: Fields) -> tuple[AsyncTroubleshootingQueue, dict[str, str]]:
-    """The set that the operator saw: as many as they were shown."""
-    queue = AsyncTroubleshootingQueue(bus)
-    target = {name: given[name] for name in ("domain", "command_type", "error_code") if name in given}
-    found, expected = await queue.count(**target), _whole(given["expected"], "expected")
-    if found != expected:
-        raise ChangedSetError(
-            f"the preview showed {counted(expected, 'command')}, and now there are {found}: look at them again"
-        )
-    return queue, target
+async def _stop_plan(bus: AsyncCommandBus, operator: str, given: Fields) -> Step:
+    plan = await bus.plans.stop(_whole(given["plan"], "plan"), operator=operator, reason=given.get("reason"))
+    return Step(f"plan {plan.id} is stopped: {plan.progress_text}", f"/plan?id={plan.id}")
 
 
 async def _pause(bus: AsyncCommandBus, operator: str, given: Fields) -> str:
@@ -169,8 +177,11 @@ ACTIONS: dict[str, Action] = {
     "retry": Action(("domain", "id"), _retry),
     "cancel-troubled": Action(("domain", "id"), _cancel_troubled),
     "complete": Action(("domain", "id", "result?"), _complete),
-    "retry-all": Action(("domain", "command_type?", "error_code?", "expected"), _retry_all),
-    "cancel-all": Action(("domain", "command_type?", "error_code?", "expected"), _cancel_all),
+    "preview-plan": Action(
+        ("domain", "action", "command_type?", "error_code?", "ids?", "over?", "result?"), _preview_plan
+    ),
+    "start-plan": Action(("plan",), _start_plan),
+    "stop-plan": Action(("plan",), _stop_plan),
     "pause": Action(("domain", "command_type?"), _pause),
     "resume": Action(("domain", "command_type?"), _resume),
     "open-breaker": Action(("domain?", "command_type?", "limit?"), _open_breaker),

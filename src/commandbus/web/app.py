@@ -23,11 +23,12 @@ from commandbus.errors import (
     CommandNotFoundError,
     DatabaseUnavailableError,
     InvalidOperationError,
+    PlanNotFoundError,
 )
 from commandbus.logger import safe_logger
 from commandbus.settings import Settings
 from commandbus.web.access import COOKIE, MARK_FIELD, Access, Visitor
-from commandbus.web.actions import ACTIONS, ChangedSetError
+from commandbus.web.actions import ACTIONS, Step
 from commandbus.web.api import api_routes
 from commandbus.web.console import CONNECTIONS, Console
 from commandbus.web.metrics import add_metrics
@@ -154,6 +155,8 @@ def _add_actions(app: FastAPI, console: Console) -> None:
             raise CommandNotFoundError(f"there is no action {name!r}")
         sentence = await ACTIONS[name].run(console.acting, visitor.name, ACTIONS[name].check(given))
         logger.info("%s: %s", visitor.name, sentence)
+        if isinstance(sentence, Step):
+            return RedirectResponse(f"{request.scope.get('root_path', '')}{sentence.page}", status_code=303)
         return console.page(request, "done.html", sentence=sentence, back=_local(given.get("back")))
 
 
@@ -197,7 +200,8 @@ def _add_errors(app: FastAPI, console: Console) -> None:
 
     @app.exception_handler(CommandBusError)
     async def refused(request: Request, error: CommandBusError) -> Response:
-        code = 404 if isinstance(error, CommandNotFoundError) else 409 if _is_conflict(error) else 400
+        is_missing = isinstance(error, CommandNotFoundError | PlanNotFoundError)
+        code = 404 if is_missing else 409 if isinstance(error, InvalidOperationError) else 400
         return answer(
             request, code, "This cannot be done" if request.method == "POST" else "Not found", str(error)
         )
@@ -226,7 +230,3 @@ def _add_errors(app: FastAPI, console: Console) -> None:
         logger.warning("the console cannot reach the database: %s", error)
         text = "The database does not answer. This page works again as soon as it does."
         return answer(request, 503, "The database does not answer", text)
-
-
-def _is_conflict(error: CommandBusError) -> bool:
-    return isinstance(error, InvalidOperationError | ChangedSetError)

@@ -28,9 +28,9 @@ READ_SECONDS: Final = 2
 ACT_SECONDS: Final = 60
 CONNECTIONS: Final = 4
 _PAGES: Final = (
-    ("", "Now"), ("commands", "Commands"), ("troubleshooting", "Troubleshooting"), ("stuck", "Stuck"),
-    ("limits", "Limits"), ("schedules", "Schedules"), ("batches", "Batches"), ("processes", "Processes"),
-    ("workers", "Workers"), ("domains", "Domains"),
+    ("", "Now"), ("commands", "Commands"), ("troubleshooting", "Troubleshooting"), ("plans", "Plans"),
+    ("stuck", "Stuck"), ("limits", "Limits"), ("schedules", "Schedules"), ("batches", "Batches"),
+    ("processes", "Processes"), ("workers", "Workers"), ("domains", "Domains"),
 )  # fmt: skip
 
 

@@ -25,6 +25,7 @@ from commandbus.flow.commands.prune import Retention, prune_all
 from commandbus.flow.commands.unpark import Parked, unkept, wake_rest
 from commandbus.flow.keys.exist import CHANNEL as KEYS_CHANNEL
 from commandbus.flow.operation import Operation, Plan
+from commandbus.flow.plans.carry_out import CHANNEL as PLANS_CHANNEL
 from commandbus.flow.schedules.exist import CHANNEL
 from commandbus.flow.workers.registry import WorkerIdentity, beat
 from commandbus.flow.workers.slots import CHANNEL as FLEET_CHANNEL
@@ -37,6 +38,7 @@ from commandbus.worker.expiry import ExpirySweep
 from commandbus.worker.fleet_reports import FleetReports
 from commandbus.worker.health import HealthStatus
 from commandbus.worker.key_releasing import KeyReleasing
+from commandbus.worker.plan_runner import PlanRunner
 from commandbus.worker.scheduling import Scheduling
 from commandbus.worker.unhandled_types import UnhandledTypes
 
@@ -112,6 +114,7 @@ class Maintenance(DatabaseService):
         self._key_releasing = key_releasing
         self._reports = reports
         self._expiry = ExpirySweep(identity.domains)
+        self._plans = PlanRunner(identity.domains)
         breakers.on_report = lambda: self.order(lambda: breakers.write(self._connection))
         self.state = "ACTIVE"
         self._beat_at = 0.0
@@ -126,19 +129,22 @@ class Maintenance(DatabaseService):
         self._last_at = monotonic()
 
     def connected(self, conn: Connection[Any]) -> None:
-        self.listen(conn, CHANNEL, KEYS_CHANNEL, FLEET_CHANNEL)
+        self.listen(conn, CHANNEL, KEYS_CHANNEL, FLEET_CHANNEL, PLANS_CHANNEL)
         self._scheduling.look_soon()
         self._key_releasing.look_soon()
+        self._plans.look_soon()
 
     def heard(self, channel: str, payload: str) -> None:
         if channel == FLEET_CHANNEL:
             self._reports.heard(payload)
+        elif payload in self._identity.domains and channel == PLANS_CHANNEL:
+            self._plans.look_soon()
         elif payload in self._identity.domains:
             (self._scheduling if channel == CHANNEL else self._key_releasing).look_soon()
 
     def round(self) -> None:
         self._tick()
-        if not self._orders and not self._resumed and not self._unparked:
+        if not self._orders and not self._resumed and not self._unparked and not self._plans.has_more:
             self.sleep(TICK_SECONDS)
 
     def finish(self) -> None:
@@ -163,6 +169,7 @@ class Maintenance(DatabaseService):
         self._expiry.sweep(self._connection)
         self._unpark(now)
         self._go_on()
+        self._plans.sweep(self._connection, self._look_after)
         if now - self._pruned_at >= PRUNE_SECONDS:
             self._pruned_at = now
             self._prune()

@@ -76,6 +76,8 @@ class PruneReport:
 def prune_all(retention: Retention) -> Plan[PruneReport]:
     """Prune portion by portion until nothing is left to delete."""
     dropped = yield from _prune_excess(retention)
+    while (yield prune_plans(retention)):
+        pass
     if retention.is_off:
         return PruneReport(dropped=dropped)
     through = yield through_id(retention)
@@ -164,6 +166,14 @@ def prune_keys(after_domain: str, after_key: str, *, bite: int = BITE) -> Steps[
     )
     _, seen, last_domain, last_key = rows[0]
     return None if seen < bite else (last_domain, last_key)
+
+
+@operation(atomic=False)
+def prune_plans(retention: Retention, *, bite: int = BITE) -> Steps[int]:
+    """One bite of old plans. Previews that nobody started within a day go even if everything else is kept."""
+    rows = yield Statement(sql.text("plans/prune_plans"), {"age": retention.age_seconds, "bite": bite})
+    count: int = rows[0][0]
+    return count
 
 
 @operation(atomic=False)

@@ -814,6 +814,46 @@ CREATE VIEW commandbus.audit AS
     SELECT command, at, rank, event, attempt, NULL, details
       FROM commandbus.audit_event;
 
+-- --- plans ------------------------------------------------------------------------------------------------------------------
+--
+-- A plan: what an operator wants to do to a set of commands in the troubleshooting queue. The preview stores the set; workers carry
+-- the plan out after somebody has started it, in portions. `filter`: how the set was chosen. `groups`: how many of each type and
+-- error code. `seconds`: over how long it is spread. `reached`: the last command that was dealt with; `moved` and `skipped` count
+-- them. `next_at`: when the next portion is due.
+CREATE TABLE commandbus.plan (
+    id           bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
+    domain       text NOT NULL,
+    action       text NOT NULL CHECK (action IN ('RETRY', 'CANCEL', 'COMPLETE')),
+    filter       json NOT NULL,
+    result       json,
+    seconds      float8 NOT NULL DEFAULT 0,
+    state        text NOT NULL DEFAULT 'PREVIEWED' CHECK (state IN ('PREVIEWED', 'RUNNING', 'DONE', 'STOPPED')),
+    total        integer NOT NULL,
+    moved        integer NOT NULL DEFAULT 0,
+    skipped      integer NOT NULL DEFAULT 0,
+    reached      bigint NOT NULL DEFAULT 0,
+    groups       json NOT NULL,
+    previewed_by text NOT NULL,
+    reason       text,
+    created_at   timestamptz NOT NULL DEFAULT now(),
+    started_by   text,
+    started_at   timestamptz,
+    next_at      timestamptz,
+    stopped_by   text,
+    note         text,
+    finished_at  timestamptz
+) WITH (fillfactor = 50);
+CREATE INDEX plan_running ON commandbus.plan (domain, next_at) WHERE state = 'RUNNING';
+
+-- The set of a plan. entered_at: a command that has left the troubleshooting queue and come back is another case.
+CREATE TABLE commandbus.plan_command (
+    plan        bigint NOT NULL,
+    command     bigint NOT NULL,
+    entered_at  timestamptz NOT NULL,
+    is_skipped  boolean NOT NULL DEFAULT false,
+    PRIMARY KEY (plan, command)
+);
+
 -- Members finished per second, as a moving average over about ten seconds, from the average before and what happened since.
 CREATE FUNCTION commandbus.moving_rate(rate float8, since timestamptz, count_then bigint, count_now numeric) RETURNS float8
     LANGUAGE sql STABLE AS $$
@@ -1526,6 +1566,40 @@ BEGIN
     SELECT (SELECT count(*) FROM rejected) + (SELECT count(*) FROM undelivered) + (SELECT count(*) FROM strays)
            + (SELECT count(*) FROM actions) + (SELECT count(*) FROM workers)
       INTO v_count;
+    RETURN v_count;
+END
+$$;
+
+-- Removes a bite of a plan that ended before an age (null: none of these), or of a preview that nobody started within a day: its set
+-- first, then the plan. Returns how many rows were removed. Locks: a plan row that nobody else holds, and its set. Indexes: the keys;
+-- there are few plans.
+CREATE FUNCTION commandbus.prune_plans(p_age float8, p_bite integer) RETURNS bigint
+    LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+DECLARE
+    v_domains text[] := commandbus.callers_domains();
+    v_before timestamptz := CASE WHEN p_age IS NULL THEN '-infinity'
+                                 ELSE now() - make_interval(secs => greatest(p_age, commandbus.least_age())) END;
+    v_unused timestamptz := now() - interval '1 day';
+    v_plan bigint;
+    v_count bigint;
+BEGIN
+    SELECT p.id INTO v_plan
+      FROM commandbus.plan p
+     WHERE (p.finished_at < v_before OR (p.state = 'PREVIEWED' AND p.created_at < v_unused))
+       AND (v_domains IS NULL OR p.domain = ANY (v_domains))
+     ORDER BY p.id LIMIT 1
+       FOR UPDATE SKIP LOCKED;
+    IF v_plan IS NULL THEN
+        RETURN 0;
+    END IF;
+    DELETE FROM commandbus.plan_command c
+     WHERE c.plan = v_plan
+       AND c.command IN (SELECT o.command FROM commandbus.plan_command o WHERE o.plan = v_plan ORDER BY o.command LIMIT p_bite);
+    GET DIAGNOSTICS v_count = ROW_COUNT;
+    IF v_count < p_bite THEN
+        DELETE FROM commandbus.plan p WHERE p.id = v_plan;
+        v_count := v_count + 1;
+    END IF;
     RETURN v_count;
 END
 $$;

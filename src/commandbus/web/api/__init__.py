@@ -6,7 +6,7 @@ from typing import Final
 
 from fastapi import APIRouter
 
-from commandbus.web.api import actions, commands, controls, fleet, groups
+from commandbus.web.api import actions, commands, controls, fleet, groups, plans
 from commandbus.web.api.problems import PROBLEMS
 from commandbus.web.console import Console
 
@@ -15,6 +15,7 @@ _MODULES: Final = (
     commands,
     controls,
     groups,
+    plans,
     actions,
 )
 

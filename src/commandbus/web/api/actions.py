@@ -9,7 +9,7 @@ from pydantic import BaseModel, Field
 
 from commandbus.errors import CommandNotFoundError
 from commandbus.web.access import Visitor
-from commandbus.web.actions import ACTIONS, LONGEST_FIELD
+from commandbus.web.actions import ACTIONS, LONGEST_FIELD, Step
 from commandbus.web.console import Console
 
 ActionName = Annotated[str, Path(json_schema_extra={"enum": sorted(ACTIONS)})]
@@ -23,9 +23,10 @@ class ActionIn(BaseModel):
 
 
 class Done(BaseModel):
-    """What was done."""
+    """What was done. `page`: the page of the console that shows it, if it has one."""
 
     done: str
+    page: str | None = None
 
 
 def add_routes(router: APIRouter, console: Console) -> None:
@@ -36,7 +37,7 @@ def add_routes(router: APIRouter, console: Console) -> None:
         """Every action, and its fields. A field that ends with `?` may be left out."""
         return {name: list(action.fields) for name, action in ACTIONS.items()}
 
-    @router.post("/actions/{name}")
+    @router.post("/actions/{name}", response_model_exclude_none=True)
     async def act(request: Request, name: ActionName, given: ActionIn) -> Done:
         """Do something, as an operator. The audit trail names the visitor."""
         visitor: Visitor = request.state.visitor
@@ -45,4 +46,5 @@ def add_routes(router: APIRouter, console: Console) -> None:
         if name not in ACTIONS:
             raise CommandNotFoundError(f"there is no action {name!r}")
         fields = ACTIONS[name].check({**given.fields, "reason": given.reason or ""})
-        return Done(done=await ACTIONS[name].run(console.acting, visitor.name, fields))
+        sentence = await ACTIONS[name].run(console.acting, visitor.name, fields)
+        return Done(done=sentence, page=sentence.page if isinstance(sentence, Step) else None)

@@ -44,6 +44,21 @@ function openWhenPossible() {
   setTimeout(look, RETRY_MILLISECONDS);
 }
 
+// A part that changes by itself (`data-refresh`: seconds) is read again, and the whole page when that part has ended.
+function refreshParts() {
+  const part = document.querySelector("[data-refresh]");
+  if (!part) return;
+  setTimeout(async () => {
+    try {
+      const answer = await fetch(location.href, { headers: { Accept: "text/html" } });
+      const made = new DOMParser().parseFromString(await answer.text(), "text/html").getElementById(part.id);
+      if (answer.ok && made && !made.dataset.refresh) return location.reload();
+      if (answer.ok && made) part.replaceChildren(...made.childNodes);
+    } catch { /* the console does not answer now: asked again */ }
+    refreshParts();
+  }, 1000 * Number(part.dataset.refresh));
+}
+
 function listenForKeys() {
   let afterG = false;
   document.addEventListener("keydown", (event) => {
@@ -60,4 +75,5 @@ function listenForKeys() {
 showLocalTimes(document);
 watchNow();
 openWhenPossible();
+refreshParts();
 listenForKeys();
