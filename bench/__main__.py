@@ -14,7 +14,20 @@ from pathlib import Path
 import psycopg
 from psycopg.rows import dict_row
 
-from bench import burst, chunks, fleet, floors, installed, keys, limits, peers, plot, startup, unpark
+from bench import (
+    burst,
+    chunks,
+    console_drain,
+    fleet,
+    floors,
+    installed,
+    keys,
+    limits,
+    peers,
+    plot,
+    startup,
+    unpark,
+)
 from bench.fleet import Member, drain
 from bench.ground import DATA, Ground, ground
 from commandbus import CommandBus, Worker
@@ -28,6 +41,7 @@ WANTED = [  # figure, floor, least ratio
     ("drain_supervised_per_s", "drain_no_deadline_per_s", 0.95),
     ("drain_batch_per_s", "drain_no_batch_per_s", 0.90),
     ("drain_beside_parked_per_s", "drain_sync_per_s", 0.95),
+    ("drain_beside_console_per_s", "drain_without_console_per_s", 0.97),
     ("drain_chunk_insert_per_s", "drain_sync_insert_per_s", 2.0),
     ("drain_async_chunk_insert_per_s", "drain_async_insert_per_s", 2.0),
     ("limit_postgres_pairs_per_s", "floor_postgres_pairs_per_s", 0.70),
@@ -325,6 +339,7 @@ def main() -> None:
     parser.add_argument("--bursts", action="store_true", help="only the bursts after idleness")
     parser.add_argument("--parity", action="store_true", help="only sync handlers against async ones")
     parser.add_argument("--chunks", action="store_true", help="only chunk handlers against single ones")
+    parser.add_argument("--console-drain", action="store_true", help="only: a worker beside an open console")
     parser.add_argument("--peers", metavar="NAME", nargs="*", help="compare with other job queues (these, or all)")
     parser.add_argument(
         "--unpark", metavar="N", type=int, help="only: so many parked commands go back, beside a lease of 1.5 s"
@@ -338,7 +353,11 @@ def main() -> None:
         help="only: limits with keys, N commands (100000)",
     )
     parser.add_argument(
-        "--rounds", metavar="N", type=int, default=3, help="of --peers, --parity, --chunks, --bursts, --keys (3)"
+        "--rounds",
+        metavar="N",
+        type=int,
+        default=3,
+        help="of --peers, --parity, --chunks, --bursts, --keys, --console-drain (3)",
     )
     parser.add_argument(
         "--plot", metavar="FILE.svg", type=Path, help="draw the figures of --from, measure nothing"
@@ -369,6 +388,8 @@ def main() -> None:
                 run.parity(args.rounds)
             elif args.chunks:
                 chunks.measure(run, args.rounds)
+            elif args.console_drain:
+                console_drain.measure(run, args.rounds)
             else:
                 run.everything()
         finally:
