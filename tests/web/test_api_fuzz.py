@@ -36,7 +36,7 @@ CHECKS = [
     not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance,
 ]  # fmt: skip
 PLAYED = {"deadline": None, "database": None, "derandomize": True, "phases": [Phase.explicit, Phase.generate]}
-SOME = settings(max_examples=examples(6, thorough=200), suppress_health_check=list(HealthCheck), **PLAYED)
+SOME = settings(max_examples=examples(6, thorough=40), suppress_health_check=list(HealthCheck), **PLAYED)
 NASTY = st.sampled_from(
     [
         "\x00",
