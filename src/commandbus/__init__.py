@@ -82,6 +82,7 @@ _NAMES = {
     """,
     "commandbus.model.json_values": "Json JsonValue",
     "commandbus.model.key_limit": "KeyLimit KeyLine OnFailure",
+    "commandbus.model.ledger": "Ledger LedgerAttempt LedgerInterval LedgerState",
     "commandbus.model.limit": "StoreName Limit LimitOptions Rate",
     "commandbus.model.page": "Page",
     "commandbus.model.plan": "PlanAction PlanFilter PlanGroup PlanRecord PlanState PlannedCommand",

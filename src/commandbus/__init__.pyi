@@ -405,6 +405,18 @@ from commandbus.model.key_limit import (
 from commandbus.model.key_limit import (
     OnFailure as OnFailure,
 )
+from commandbus.model.ledger import (
+    Ledger as Ledger,
+)
+from commandbus.model.ledger import (
+    LedgerAttempt as LedgerAttempt,
+)
+from commandbus.model.ledger import (
+    LedgerInterval as LedgerInterval,
+)
+from commandbus.model.ledger import (
+    LedgerState as LedgerState,
+)
 from commandbus.model.limit import (
     Limit as Limit,
 )

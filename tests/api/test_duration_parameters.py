@@ -86,6 +86,8 @@ RECORDS = {
         "Estimate",
         "Hold",
         "KeyLine",
+        "Ledger",
+        "LedgerInterval",
         "LimitInfo",
     ),
     *("LiveStack", "PlanRecord", "ScheduleRecord", "SlotInfo", "UnhandledType", "WorkerInfo", "WorkerSlots"),

@@ -69,6 +69,8 @@ def test_show_tells_a_life_as_a_timeline(orders, bus, database):
     assert events == sorted(events, key=timeline.index)
     assert len(events) == 4
     assert "+0.000s" in text
+    assert re.search(r"^where the time went .*\n  \[[.#b]{60}\]$", text, re.MULTILINE)
+    assert "  b backing off: " in text
     assert '{"ok": true}' in text
     assert "\x1b" not in text
     assert "--traceback shows" in text
@@ -77,6 +79,7 @@ def test_show_tells_a_life_as_a_timeline(orders, bus, database):
     document = orders("show", "a", "--json", "--traceback").document
     assert (document["status"], document["attempts"], document["result"]) == ("COMPLETED", 2, {"ok": True})
     assert document["audit"][0]["event"] == "SENT"
+    assert "backing_off" in [part["state"] for part in document["ledger"]["intervals"]]
     assert "TransientCommandError" in document["failed_attempts"][0]["traceback"]
     assert "traceback" not in orders("show", "a", "--json").document["failed_attempts"][0]
 

@@ -103,6 +103,8 @@ def test_every_block_of_the_guide_is_run_by_a_test_here() -> None:
         "pgmq.send",
         "handlers.schedule(",
         "bus.schedules.create(",
+        "bus.get_ledger(",
+        "commandbus show orders order-17",
         "commandbus doctor",
         "commandbus console",
         "bus.plans.preview(",
@@ -171,6 +173,11 @@ def test_a_plan_is_previewed_started_and_stopped(
             code = 0 if words[4] != "stop" else 1
             ran = subprocess.run([*words, "--database", database], capture_output=True, text=True, check=False)
             assert (ran.returncode != 0) == bool(code), ran.stderr
+
+
+def test_the_ledger_of_a_command(bus: CommandBus, capsys: pytest.CaptureFixture[str]) -> None:
+    exec(block("python", "bus.get_ledger("), {"bus": bus})
+    assert capsys.readouterr().out.startswith("delayed 20")
 
 
 def test_the_console_is_mounted_in_an_application(bus: CommandBus, database: str) -> None:

@@ -27,10 +27,12 @@ from commandbus.cli.table import columns
 from commandbus.errors import CommandNotFoundError, InvalidOperationError
 from commandbus.flow.commands.history import AttemptRecord, list_attempts
 from commandbus.flow.processes.process_of_command import PartOfProcess, process_of
+from commandbus.model import ledger_bar
 from commandbus.model.command import AuditEntry, CancelRequest, CommandRecord, CommandStatus
 from commandbus.model.counting import counted
 from commandbus.model.durations import format_seconds
 from commandbus.model.effect import CheckpointRecord, EffectRecord, EffectState
+from commandbus.model.ledger import Ledger
 
 
 @click.command(cls=CliCommand)
@@ -50,15 +52,18 @@ def show(session: CliSession, words: tuple[str, ...], with_traceback: bool, with
         record = _find(bus, words)
         trail = bus.get_audit_trail(record.domain, record.command_id).items
         attempts = bus.run(list_attempts(record.domain, record.command_id))
+        ledger = bus.get_ledger(record.domain, record.command_id)
         part = bus.run(process_of(record.id))
         effects = bus.commands.get_effects(record.domain, record.command_id).items
         checkpoint = bus.commands.get_checkpoint(record.domain, record.command_id)
     if session.as_json:
         without = {"traceback": not with_traceback, "autopsy": not with_autopsy}
         document = _document(record, part, trail, attempts, without={name for name in without if without[name]})
-        print_json(document | {"effects": effects, "checkpoint": checkpoint})
+        print_json(document | {"effects": effects, "checkpoint": checkpoint, "ledger": ledger})
         return
     _print_record(record, part, checkpoint)
+    if ledger is not None:
+        print_ledger(ledger)
     if effects:
         say_heading("effects")
         print_effects(effects)
@@ -115,6 +120,16 @@ def _document(
         for attempt in attempts
     ]
     return document
+
+
+def print_ledger(ledger: Ledger) -> None:
+    """Where the time went: a bar of characters, and what they stand for."""
+    so_far = " so far" if ledger.is_open else ""
+    say_heading(f"where the time went ({ledger_bar.how_long(ledger.seconds)}{so_far})")
+    if drawn := ledger_bar.bar(ledger):
+        say(f"  [{drawn}]")
+    for line in ledger_bar.legend(ledger):
+        say(f"  {line.text}")
 
 
 def print_effects(effects: list[EffectRecord]) -> None:

@@ -38,7 +38,7 @@ _TABLES = (
 
 _SENT = (
     "domain, command_id, command_type, msg_id, max_attempts, correlation_id, reply_to, headers, data, timeout, "
-    "expires_at, on_exhausted, priority"
+    "expires_at, on_exhausted, priority, due_at"
 )
 _SENDING = (
     "compare_commands(text, json)",
@@ -130,6 +130,7 @@ _WORKER = [
         "INSERT",
         ("attempt", "operator_action", "control_action"),
     ),
+    ("UPDATE (retry_at)", ("attempt",)),  # when a parked one was let go
     # What was set aside is dropped when there is too much of it (sql/commands/prune_excess.sql).
     ("INSERT, DELETE", ("batch_delta", "rejected_message", "undelivered_reply", "stray_reply")),
     ("INSERT, UPDATE, DELETE", ("tsq", "parked", "waiting", "limit_client", "schedule", "schedule_declaration")),
@@ -149,6 +150,7 @@ _OPERATOR = [
     ("INSERT, DELETE", ("batch_delta", "pause")),
     ("INSERT", ("operator_action", "control_action", "undelivered_reply")),
     ("UPDATE, DELETE", ("tsq",)),
+    ("UPDATE (retry_at)", ("attempt",)),  # a resume lets parked commands go
     ("UPDATE (state, receipt, note, ended_at)", ("effect",)),
     ("DELETE", ("parked",)),
     ("UPDATE (since)", ("parked",)),  # another priority is another place in a limit's line

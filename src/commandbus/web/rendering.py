@@ -17,6 +17,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from commandbus.model.durations import roughly
+from commandbus.model.ledger_bar import how_long
 from commandbus.model.safe_text import escaped, escaped_lines
 
 LONGEST_TEXT: Final = 20_000
@@ -34,7 +35,15 @@ def environment() -> Environment:
         lstrip_blocks=True,
     )
     made.filters.update(
-        time=time, ago=ago, span=span, json=json_text, lines=lines, query=query, raw=raw, autopsy=autopsy
+        time=time,
+        ago=ago,
+        span=span,
+        json=json_text,
+        lines=lines,
+        query=query,
+        raw=raw,
+        autopsy=autopsy,
+        exactly=how_long,
     )
     return made
 

@@ -24,11 +24,12 @@ from commandbus.model.command import (
 )
 from commandbus.model.effect import CheckpointRecord, EffectRecord, EffectState
 from commandbus.model.json_values import JsonValue, PayloadObject
+from commandbus.model.ledger import Ledger
 from commandbus.model.page import Page
 from commandbus.model.priority import Priority
 
 if TYPE_CHECKING:
-    from commandbus.flow.commands import call, history, inspect, lookup, operate
+    from commandbus.flow.commands import call, history, inspect, ledger, lookup, operate
     from commandbus.flow.commands.call import CommandOutcome
     from commandbus.flow.commands.history import AttemptRecord, StuckAttempt
     from commandbus.flow.commands.inspect import CommandFilters, CommandQuery, RejectedMessage, UndeliveredReply
@@ -38,6 +39,7 @@ else:
     call = lazy("commandbus.flow.commands.call")
     history = lazy("commandbus.flow.commands.history")
     inspect = lazy("commandbus.flow.commands.inspect")
+    ledger = lazy("commandbus.flow.commands.ledger")
     lookup = lazy("commandbus.flow.commands.lookup")
     operate = lazy("commandbus.flow.commands.operate")
     effects = lazy("commandbus.flow.effects.inspect")
@@ -116,6 +118,11 @@ class CommandRepository(Repository):
     def get_attempts(self, domain: str, command_id: str, *, conn: object = None) -> Page[AttemptRecord]:
         """The attempts that did not simply complete, with error, code and traceback, in order."""
         return self._bus.run(then(history.list_attempts(domain, command_id), Page), conn)
+
+    def get_ledger(self, domain: str, command_id: str, *, conn: object = None) -> Ledger | None:
+        """Returns where the time of a command went, from its sending to its end or to now. The intervals have no
+        gap and no overlap. None if there is no such command."""
+        return self._bus.run(ledger.get_ledger(domain, command_id), conn)
 
     # --- effects and checkpoints ------------------------------------------------------------------------------
 
@@ -346,6 +353,7 @@ class AsyncCommandRepository(AsyncRepository):
     exists_many = awaited(CommandRepository.exists_many)
     get_outcome = awaited(CommandRepository.get_outcome)
     get_attempts = awaited(CommandRepository.get_attempts)
+    get_ledger = awaited(CommandRepository.get_ledger)
     get_effects = awaited(CommandRepository.get_effects)
     get_checkpoint = awaited(CommandRepository.get_checkpoint)
     list_open_effects = awaited(CommandRepository.list_open_effects)

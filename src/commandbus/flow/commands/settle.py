@@ -53,6 +53,10 @@ class Settlement:
         lost commits, another command may have the same id and msg_id."""
         return replace(self, row=f'{self.row[:-1]},"b":{sent!r}}}') if isfinite(sent) else self
 
+    def with_spans(self, spans: Sequence[str] | None) -> Settlement:
+        """The same settlement, with the parts in which its handler did not simply run, each as JSON text."""
+        return replace(self, row=f'{self.row[:-1]},"p":[{",".join(spans)}]}}') if spans else self
+
 
 class Done:
     """The usual outcome, which needs no text: the first attempt completed, without a result or a reply."""

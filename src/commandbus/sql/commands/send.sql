@@ -8,13 +8,15 @@
 -- before it.
 WITH sent AS (
     INSERT INTO commandbus.command (domain, command_id, command_type, msg_id, max_attempts, correlation_id,
-                                    reply_to, headers, data, timeout, on_exhausted, priority, expires_at)
+                                    reply_to, headers, data, timeout, on_exhausted, priority, expires_at, due_at)
     SELECT %(domain)s, %(command_id)s, %(command_type)s, pg_catalog.nextval('pgmq.{queue}_msg_id_seq'),
             %(max_attempts)s,
             %(correlation_id)s, %(reply_to)s, %(headers)s::json, %(data)s::json, %(timeout)s,
             %(on_exhausted)s, %(priority)s,
             COALESCE(%(expires_at)s::timestamptz,
-                     pg_catalog.clock_timestamp() + pg_catalog.make_interval(secs => %(expires_in)s))
+                     pg_catalog.clock_timestamp() + pg_catalog.make_interval(secs => %(expires_in)s)),
+            greatest(%(at)s::timestamptz,
+                     pg_catalog.clock_timestamp() + pg_catalog.make_interval(secs => nullif(%(delay)s::float8, 0::float8)))
      WHERE NOT EXISTS (SELECT FROM commandbus.type_rule WHERE domain = %(domain)s AND command_type = %(command_type)s)
     {conflict}
     RETURNING id, msg_id

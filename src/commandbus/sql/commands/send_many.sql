@@ -17,9 +17,10 @@ WITH ours AS (  -- never run; comes first, so that without our schema the error 
                         WHERE domain = %(domain)s AND command_type = ANY (%(kinds)s::text[]))
 ), sent AS (
     INSERT INTO commandbus.command (domain, command_id, command_type, msg_id, max_attempts, correlation_id,
-                                    reply_to, headers, data, timeout, on_exhausted, priority, expires_at)
+                                    reply_to, headers, data, timeout, on_exhausted, priority, expires_at, due_at)
     SELECT %(domain)s, i, t, msg_id, m, c, r, h, d, o, f, p,
-           COALESCE(z, pg_catalog.clock_timestamp() + pg_catalog.make_interval(secs => e))
+           COALESCE(z, pg_catalog.clock_timestamp() + pg_catalog.make_interval(secs => e)),
+           greatest(a, pg_catalog.clock_timestamp() + pg_catalog.make_interval(secs => nullif(s, 0::float8)))
       FROM input {by_id}
     {conflict}
     RETURNING id, msg_id

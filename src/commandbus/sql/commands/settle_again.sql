@@ -11,7 +11,7 @@
 WITH input AS MATERIALIZED (
     SELECT * FROM pg_catalog.json_to_recordset(%(rows)s::json)
         AS x(m bigint, r integer, c bigint, n integer, t float8, d float8, w integer, k boolean, x smallint, q boolean,
-             a boolean, e json, z boolean, b float8, g boolean)
+             a boolean, e json, z boolean, b float8, g boolean, p json)
 ), held AS MATERIALIZED (
     SELECT msg_id, read_ct, message ->> 'command'::text AS command, headers ? 'cancel'::text AS is_canceled
       FROM pgmq.{queue}
@@ -41,11 +41,11 @@ WITH input AS MATERIALIZED (
      WHERE c.id = f.c AND c.msg_id = f.m AND (f.w <> 0 OR f.k)
 ), failed AS (
     INSERT INTO commandbus.attempt (command, number, verdict, worker, started_at, retry_at, error_type,
-                                    error_code, error, details, traceback, rung, autopsy, duration_ms)
+                                    error_code, error, details, traceback, rung, autopsy, duration_ms, spans)
     SELECT c, n, e ->> 'verdict'::text, %(worker)s, pg_catalog.to_timestamp(t),
            pg_catalog.now() + pg_catalog.make_interval(secs => d),
            e ->> 'error_type'::text, e ->> 'error_code'::text, e ->> 'error'::text, e -> 'details'::text,
-           e ->> 'traceback'::text, e ->> 'rung'::text, e -> 'autopsy'::text, (e ->> 'duration_ms'::text)::bigint
+           e ->> 'traceback'::text, e ->> 'rung'::text, e -> 'autopsy'::text, (e ->> 'duration_ms'::text)::bigint, p
       FROM fenced f
      WHERE CASE WHEN n <= 10 OR e ->> 'verdict'::text <> 'GIVEN_BACK'::text THEN true
                 ELSE NOT EXISTS (SELECT FROM commandbus.attempt a

@@ -14,7 +14,7 @@
 -- scan by the new ctid would not see it.
 WITH input AS MATERIALIZED (
     SELECT * FROM pg_catalog.json_to_recordset(%(rows)s::json)
-        AS x(m bigint, r integer, c bigint, s text, n integer, t float8, v json, e json, b float8)
+        AS x(m bigint, r integer, c bigint, s text, n integer, t float8, v json, e json, b float8, p json)
 ), held AS MATERIALIZED (
     SELECT msg_id, read_ct, message ->> 'command'::text AS command, headers ? 'cancel'::text AS is_canceled
       FROM pgmq.{queue}
@@ -28,7 +28,8 @@ WITH input AS MATERIALIZED (
     UPDATE commandbus.command c
        SET status = f.s::commandbus.command_status, result = f.v, attempt = f.n, worker = %(worker)s,
            started_at = pg_catalog.to_timestamp(f.t),
-           finished_at = CASE WHEN f.s <> 'IN_TROUBLESHOOTING_QUEUE' THEN pg_catalog.now() END
+           finished_at = CASE WHEN f.s <> 'IN_TROUBLESHOOTING_QUEUE' THEN pg_catalog.now() END,
+           spans = CASE WHEN f.s = 'COMPLETED' THEN f.p END
       FROM fenced f
      WHERE c.id = f.c AND c.msg_id = f.m AND (f.b IS NULL OR pg_catalog.date_part('epoch', c.created_at) = f.b)
     RETURNING f.m, f.r, f.s, c.batch, c.process
@@ -36,10 +37,10 @@ WITH input AS MATERIALIZED (
     DELETE FROM pgmq.{queue} WHERE msg_id = ANY (ARRAY(SELECT m FROM settled))
 ), failed AS (
     INSERT INTO commandbus.attempt (command, number, verdict, worker, started_at, error_type, error_code, error,
-                                    details, traceback, rung, autopsy, duration_ms)
+                                    details, traceback, rung, autopsy, duration_ms, spans)
     SELECT c, n, e ->> 'verdict'::text, %(worker)s, pg_catalog.to_timestamp(t), e ->> 'error_type'::text,
            e ->> 'error_code'::text, e ->> 'error'::text, e -> 'details'::text, e ->> 'traceback'::text, e ->> 'rung'::text,
-           e -> 'autopsy'::text, (e ->> 'duration_ms'::text)::bigint
+           e -> 'autopsy'::text, (e ->> 'duration_ms'::text)::bigint, p
       FROM fenced
      WHERE e IS NOT NULL AND m = ANY (ARRAY(SELECT m FROM settled))
 ), troubled AS (

@@ -6,7 +6,7 @@
 -- Locks: queue rows in key order, then command rows, then rows of parked. Indexes: the keys, attempt_pkey.
 WITH input AS MATERIALIZED (
     SELECT * FROM pg_catalog.json_to_recordset(%(rows)s::json)
-        AS x(m bigint, r integer, c bigint, n integer, t float8, y text, l text, u float8, o text, e json, b float8)
+        AS x(m bigint, r integer, c bigint, n integer, t float8, y text, l text, u float8, o text, e json, b float8, p json)
 ), held AS MATERIALIZED (
     SELECT msg_id, read_ct, message ->> 'command'::text AS command, headers ? 'cancel'::text AS is_canceled
       FROM pgmq.{queue}
@@ -29,10 +29,10 @@ WITH input AS MATERIALIZED (
      WHERE q.msg_id = ANY (ARRAY(SELECT m FROM waived))
 ), noted AS (
     INSERT INTO commandbus.attempt (command, number, verdict, worker, started_at, error_type, error_code, error, details,
-                                    traceback, duration_ms)
+                                    traceback, duration_ms, limit_name, spans)
     SELECT c, n, 'PARKED', %(worker)s, pg_catalog.to_timestamp(t), e ->> 'error_type'::text,
            e ->> 'error_code'::text, e ->> 'error'::text,
-           e -> 'details'::text, e ->> 'traceback'::text, (e ->> 'duration_ms'::text)::bigint
+           e -> 'details'::text, e ->> 'traceback'::text, (e ->> 'duration_ms'::text)::bigint, l, p
       FROM fenced
      WHERE m = ANY (ARRAY(SELECT m FROM waived))
 ), parked AS (

@@ -3,11 +3,12 @@
 -- woken and, if there may be more, the last seq that was looked at.
 --
 -- An advisory lock lets one session at a time do this for a type; other sessions leave the work to it. A parked row whose
--- message does not wait any more is removed, because nothing else removes it.
+-- message does not wait any more is removed, because nothing else removes it. The attempt row that says PARKED gets the
+-- moment at which the wait ended (attempt.retry_at): one row write for each command.
 -- Locks: queue rows in key order that no other transaction has locked, then their parked rows (commands/cancel.sql uses the
 -- same order). A waiting message becomes visible in years. So a message that becomes visible earlier was woken since our
 -- snapshot, and is left alone.
--- Indexes: parked_reason, in its order, and the queue's key. With `=` on the type, or with the end of its range, the
+-- Indexes: parked_reason, in its order, the queue's key, and attempt's key. With `=` on the type, or with the end of its range, the
 -- planner might read and sort all parked rows, because it does not know how many there are just now. So the end of the
 -- range is compared outside. It would do the same if it expected a bite to be most of the parked rows, so the bite is not a
 -- plain number.
@@ -22,8 +23,8 @@ WITH turn AS MATERIALIZED (
                             WHERE domain = %(domain)s AND command_type = %(type)s AND state <> 'CLOSED'
                               AND %(reason)s::text = 'breaker'::text) AS is_ours
 ), waiting AS MATERIALIZED (
-    SELECT seq, msg_id, place
-      FROM (SELECT seq, msg_id, reason, domain, command_type, ctid AS place
+    SELECT seq, msg_id, command, place
+      FROM (SELECT seq, msg_id, command, reason, domain, command_type, ctid AS place
               FROM commandbus.parked
              WHERE (reason, domain, command_type, seq)
                    > (%(reason)s::text, %(domain)s::text, %(type)s::text, %(after)s::bigint)
@@ -45,6 +46,10 @@ WITH turn AS MATERIALIZED (
                                WHERE q.msg_id = w.msg_id AND {due_at} > pg_catalog.now() + interval '1 year')))
 ), woken AS (
     UPDATE pgmq.{queue} SET vt = pg_catalog.now() + {own_shift} WHERE msg_id = ANY (ARRAY(SELECT msg_id FROM held)) RETURNING msg_id
+), noted AS (
+    UPDATE commandbus.attempt SET retry_at = pg_catalog.now()
+     WHERE command = ANY (ARRAY(SELECT command FROM waiting WHERE msg_id IN (SELECT msg_id FROM held)))
+       AND verdict = 'PARKED'::text AND retry_at IS NULL
 )
 SELECT (SELECT pg_catalog.count(*) FROM woken),
        (SELECT pg_catalog.max(seq) FROM waiting HAVING pg_catalog.count(*) = %(bite)s),

@@ -26,8 +26,8 @@ WITH input AS MATERIALIZED (
     UPDATE commandbus.command c SET waived = c.waived + 1, key_limit = j.l, key = j.key
       FROM joining j WHERE c.id = j.c AND c.msg_id = j.m
 ), noted AS (
-    INSERT INTO commandbus.attempt (command, number, verdict, worker, error_code, error)
-    SELECT c, n, 'PARKED', %(worker)s, 'KEY_LIMIT', 'waits for its turn: ' || l || ' ' || key FROM joining
+    INSERT INTO commandbus.attempt (command, number, verdict, worker, error_code, error, limit_name)
+    SELECT c, n, 'PARKED', %(worker)s, 'KEY_LIMIT', 'waits for its turn: ' || l || ' ' || key, l FROM joining
 ), joined AS (
     INSERT INTO commandbus.keyed (command, msg_id, domain, key_limit, key)
     SELECT c, m, %(domain)s, l, key FROM joining ORDER BY c

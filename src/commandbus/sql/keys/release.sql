@@ -5,8 +5,10 @@
 -- A released command counts until it has ended, whatever its worker does: so no crash can free a place too early. One that has
 -- ended leaves the line here. One in the troubleshooting queue steps aside if its limit says so; an operator's retry in
 -- the same moment gives it another message, and then it still counts.
+-- If a command has waited for a second or more, a row of attempt says from when to when: PARKED, with the number of the attempt
+-- before (0: none). A claim that put it into the line has written that row already.
 -- Locks: queue rows and rows of `keyed`. Those that somebody else has locked are skipped, so it waits for nobody. Indexes: keyed_released,
--- keyed_line, the keys of keyed, command and queue. The line is read from a place in keyed_line on, and the key is compared
+-- keyed_line, the keys of keyed, command, queue and attempt, operator_action_command. The line is read from a place in keyed_line on, and the key is compared
 -- outside: with `=` the planner might read and sort the whole line.
 WITH target AS MATERIALIZED (
     SELECT x.key_limit, x.key, COALESCE(o.concurrency, a.concurrency, l.concurrency, 1) AS most, COALESCE(l.steps_aside, false) AS steps_aside
@@ -67,7 +69,7 @@ WITH target AS MATERIALIZED (
      WHERE command = ANY (ARRAY(SELECT command FROM over UNION ALL SELECT command FROM next WHERE can_run))
        FOR UPDATE SKIP LOCKED
 ), heads AS MATERIALIZED (
-    SELECT n.command, n.msg_id, pg_catalog.row_number() OVER (ORDER BY n.turn, n.command) AS place
+    SELECT n.command, n.msg_id, n.key_limit, n.key, pg_catalog.row_number() OVER (ORDER BY n.turn, n.command) AS place
       FROM next n
       JOIN free f ON f.msg_id = n.msg_id
       JOIN mine m ON m.command = n.command AND m.msg_id = n.msg_id
@@ -85,6 +87,24 @@ WITH target AS MATERIALIZED (
                 + {own_shift}
       FROM heads h
      WHERE q.msg_id = h.msg_id
+), waited AS MATERIALIZED (
+    SELECT h.command, c.attempt_base + q.read_ct AS number, h.key_limit, h.key,
+           COALESCE(p.finished_at, r.performed_at, c.created_at) AS since
+      FROM heads h
+     CROSS JOIN LATERAL (SELECT attempt_base, created_at FROM commandbus.command WHERE id = h.command OFFSET 0) c
+     CROSS JOIN LATERAL (SELECT read_ct FROM pgmq.{queue} WHERE msg_id = h.msg_id OFFSET 0) q
+      LEFT JOIN LATERAL (SELECT pg_catalog.max(performed_at) AS performed_at FROM commandbus.operator_action
+                          WHERE command = h.command AND action = 'RETRY' AND c.attempt_base > 0) r ON true
+      LEFT JOIN LATERAL (SELECT finished_at FROM commandbus.attempt
+                          WHERE command = h.command AND number = c.attempt_base + q.read_ct AND verdict = 'PARKED'
+                         OFFSET 0) p ON true
+), noted AS (
+    INSERT INTO commandbus.attempt (command, number, verdict, finished_at, retry_at, error_code, error, limit_name)
+    SELECT command, number, 'PARKED', since, pg_catalog.clock_timestamp(), 'KEY_LIMIT',
+           'waited for its turn: ' || key_limit || ' ' || key, key_limit
+      FROM waited
+     WHERE since <= pg_catalog.now() - interval '1 second'
+    ON CONFLICT (command, number, verdict) DO UPDATE SET retry_at = excluded.retry_at
 ), woken AS MATERIALIZED (
     SELECT pg_catalog.pg_notify('commandbus_' || %(domain)s, '0')
      WHERE EXISTS (SELECT FROM heads)

@@ -2,10 +2,11 @@
 --
 -- Locks: new rows only. Indexes: command_domain_command_id_key.
 WITH sent AS (
-    INSERT INTO commandbus.command (domain, command_id, command_type, msg_id, correlation_id, data, process, step)
+    INSERT INTO commandbus.command (domain, command_id, command_type, msg_id, correlation_id, data, process, step, due_at)
     VALUES (%(domain)s, %(command_id)s, %(process_type)s, pg_catalog.nextval('pgmq.{queue}_msg_id_seq'),
             %(process_id)s,
-            %(data)s::json, %(process)s, 0)
+            %(data)s::json, %(process)s, 0,
+            pg_catalog.clock_timestamp() + pg_catalog.make_interval(secs => nullif(%(delay)s::float8, 0::float8)))
     RETURNING id, msg_id
 )
 INSERT INTO pgmq.{queue} (msg_id, vt, message) OVERRIDING SYSTEM VALUE

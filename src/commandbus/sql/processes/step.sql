@@ -5,12 +5,14 @@
 -- Locks: new rows only, as in commands/send.sql. Indexes: command_domain_command_id_key, process_step's key.
 WITH sent AS (
     INSERT INTO commandbus.command (domain, command_id, command_type, msg_id, max_attempts, correlation_id, reply_to,
-                                    headers, data, timeout, process, step, on_exhausted, priority)
+                                    headers, data, timeout, process, step, on_exhausted, priority,
+                                    due_at)
     VALUES (%(domain)s, %(command_id)s, %(command_type)s, pg_catalog.nextval('pgmq.{queue}_msg_id_seq'),
             %(max_attempts)s,
             %(correlation_id)s, %(reply_to)s, %(headers)s::json, %(data)s::json, %(timeout)s, %(process)s, %(step)s,
             %(on_exhausted)s,
-            (SELECT u.priority FROM commandbus.type_rule u WHERE u.domain = %(domain)s AND u.command_type = %(command_type)s))
+            (SELECT u.priority FROM commandbus.type_rule u WHERE u.domain = %(domain)s AND u.command_type = %(command_type)s),
+            pg_catalog.clock_timestamp() + pg_catalog.make_interval(secs => nullif(%(delay)s::float8, 0::float8)))
     ON CONFLICT (domain, command_id) DO NOTHING
     RETURNING id, msg_id, priority
 ), noted AS (

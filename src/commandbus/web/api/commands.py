@@ -12,6 +12,7 @@ from commandbus.errors import CommandNotFoundError
 from commandbus.flow.commands.history import AttemptRecord, StuckAttempt
 from commandbus.flow.commands.inspect import RejectedMessage
 from commandbus.model.command import AuditEntry, CommandRecord, CommandStatus, TsqEntry
+from commandbus.model.ledger import Ledger
 from commandbus.model.page import Page
 from commandbus.web.api.parameters import Cursor, Domain, Id, Limit
 from commandbus.web.console import Console
@@ -50,6 +51,7 @@ class CommandOut(BaseModel):
     command: CommandRecord
     attempts: list[AttemptRecord]
     audit: list[AuditEntry]
+    ledger: Ledger | None
 
 
 def add_routes(router: APIRouter, console: Console) -> None:
@@ -72,7 +74,16 @@ def add_routes(router: APIRouter, console: Console) -> None:
         if record is None:
             raise CommandNotFoundError(f"no command {id!r} in domain {domain!r}")
         attempts, trail = await bus.get_attempts(domain, id), await bus.get_audit_trail(domain, id)
-        return CommandOut(command=record, attempts=attempts.items, audit=trail.items)
+        ledger = await bus.get_ledger(domain, id)
+        return CommandOut(command=record, attempts=attempts.items, audit=trail.items, ledger=ledger)
+
+    @router.get("/ledger")
+    async def ledger(domain: Domain, id: Id) -> Ledger:  # noqa: A002 - the link's own name
+        """Where the time of one command went: intervals from its sending to its end or to now."""
+        found = await bus.get_ledger(domain, id)
+        if found is None:
+            raise CommandNotFoundError(f"no command {id!r} in domain {domain!r}")
+        return found
 
     @router.get("/troubleshooting")
     async def troubleshooting(

@@ -11,6 +11,7 @@ from commandbus.bus import AsyncCommandBus
 from commandbus.errors import CommandNotFoundError
 from commandbus.flow.commands.inspect import CommandQuery
 from commandbus.web.console import Console
+from commandbus.web.ledger_chart import chart_of
 from commandbus.web.pages.page_route import PageRoutes
 from commandbus.web.rendering import query
 from commandbus.web.search import STATUSES, read_search
@@ -40,8 +41,15 @@ def routes(console: Console) -> PageRoutes:
         trail = await bus.get_audit_trail(domain, id)
         attempts = await bus.get_attempts(domain, id)
         process = await bus.processes.get_by_command(domain, id)
+        ledger = await bus.get_ledger(domain, id)
         return console.page(
-            request, "command.html", record=record, trail=trail.items, attempts=attempts.items, process=process
+            request,
+            "command.html",
+            record=record,
+            trail=trail.items,
+            attempts=attempts.items,
+            process=process,
+            chart=None if ledger is None else chart_of(ledger),
         )
 
     return {"/commands": commands, "/command": command}

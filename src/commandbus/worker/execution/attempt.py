@@ -63,6 +63,7 @@ if TYPE_CHECKING:
     from commandbus.worker.limit_use import LimitUse
 
 NEVER = math.inf
+MOST_SPANS = 50
 LATEST = 253402300799.0  # the end of the year 9999, which is datetime's
 
 
@@ -184,6 +185,7 @@ class Attempt:
     is_unfinished = False  # given back, or cut off when its worker stopped: what is written of it is no outcome
     limit_use: LimitUse | None = None  # only if it has something to do with limits
     expires_at: float | None = None  # of `clock.boottime`; it is not to start after that
+    spans: list[str] | None = None  # parts in which its handler did not simply run (attempt.spans), as JSON texts
     members: tuple[Attempt, ...] = ()  # only if it is a Chunk
     outcomes: list[Any] | None = None  # of a chunk handler: those that its transaction has committed
     _extras: Extras | None = None
@@ -412,12 +414,27 @@ class Attempt:
         """The first reason counts. Only the ladder's thread calls this."""
         if self.stop is None:
             self.stop = stop
+            self.note_span("grace", stop.asked_at, None)
         if self._extras is not None:
             if self._extras.event is not None:
                 self._extras.event.set()
             for scope in list(self._extras.scopes):
                 scope.stop = scope.stop or self.stop
                 scope.event.set()
+
+    def note_span(self, kind: str, begun_at: float, ended_at: float | None) -> None:
+        """Note that its handler did not simply run from one moment (monotonic) to another; None: until its end."""
+        if not self.started_at:
+            return
+        begun, ended = (
+            "null" if at is None else str(max(0, round((at - self.started_at) * 1000)))
+            for at in (begun_at, ended_at)
+        )
+        for each in self.each:
+            if each.spans is None:
+                each.spans = []
+            if len(each.spans) < MOST_SPANS:
+                each.spans.append(f'["{kind}",{begun},{ended}]')
 
     @property
     def created_at(self) -> datetime | None:
@@ -451,7 +468,13 @@ class Attempt:
     def done(self) -> Settlement | Done:
         """The settlement of a completion without a result."""
         row = self.row
-        if self.read_ct == 1 and row[ATTEMPT_BASE] == 0 and row[REPLY_TO] is None and row[STEP] is None:
+        if (
+            self.read_ct == 1
+            and row[ATTEMPT_BASE] == 0
+            and row[REPLY_TO] is None
+            and row[STEP] is None
+            and self.spans is None
+        ):
             return DONE
         return self.complete(None)
 
@@ -470,18 +493,19 @@ class Attempt:
                 correlation_id=self.row[CORRELATION_ID],
                 result=result,
             )
-        return settlement
+        return settlement.with_spans(self.spans)
 
     def fail(self, judgement: Judgement, *, is_waived: bool = False) -> Settlement:
         """The settlement of a failure; `is_waived`: its retry is not charged."""
-        return of_row(self.domain, self.claimed, judgement, started=self.started, is_waived=is_waived)
+        settlement = of_row(self.domain, self.claimed, judgement, started=self.started, is_waived=is_waived)
+        return settlement.with_spans(self.spans)
 
     def waive(self, failure: Failure, *, suspect: bool = False, single: bool = False) -> Settlement:
         """The settlement of an attempt that was stopped through no fault of its own. `single`: it runs in no chunk
         any more."""
         return waived(
             self.domain, self.claimed, started=self.started, failure=failure, suspect=suspect, single=single
-        )
+        ).with_spans(self.spans)
 
     def expire(self) -> Settlement:
         """The settlement of a command that was not started in time."""
@@ -491,7 +515,7 @@ class Attempt:
         """The settlement of an attempt whose handler wants to be called again later."""
         return snoozed(
             self.domain, self.claimed, started=self.started, failure=failure, delay_seconds=delay_seconds
-        )
+        ).with_spans(self.spans)
 
     def park(self, limit: str, failure: Failure, note: str, *, until: float | None) -> Settlement:
         """The settlement of an attempt that waits for a limit."""
@@ -503,7 +527,7 @@ class Attempt:
             failure=failure,
             note=note,
             until=until,
-        )
+        ).with_spans(self.spans)
 
     def give_back(self, why: str = "its worker stops") -> Settlement:
         """The settlement of an attempt that never started."""

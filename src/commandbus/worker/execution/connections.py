@@ -79,6 +79,8 @@ from commandbus.worker.exhaustion import ExhaustedError, is_exhaustion
 logger = safe_logger("commandbus.worker")
 
 CHECK_INTERVAL_MS = 2000
+NOTED_SECONDS: Final = 0.05
+"""From how long on a wait for a connection is in the ledger of its command."""
 IDLE_SECONDS: Final = 0.001
 """How long the event loop may wait for a connection that was idle a moment ago. (With 0 a pool gives none.)"""
 
@@ -183,6 +185,8 @@ class HandlerConnections:
         except PoolTimeout:
             self._on_exhausted()
             raise
+        finally:
+            _note_wait(attempt, asked_at)
         self._on_waited(monotonic() - asked_at)
         habits = Habits(conn)
         before: Remembered | None = None
@@ -240,6 +244,8 @@ class HandlerConnections:
         except PoolTimeout:
             self._on_exhausted()
             raise
+        finally:
+            _note_wait(attempt, asked_at)
         self._on_waited(monotonic() - asked_at)
         habits = Habits(conn)
         before: Remembered | None = None
@@ -635,6 +641,13 @@ def _close(conn: Connection[Any]) -> None:
     pool, conn._pool = conn._pool, None
     conn.close()
     conn._pool = pool
+
+
+def _note_wait(attempt: Attempt, asked_at: float) -> None:
+    """It has waited for a connection: a wait that a person would notice is in the ledger of its command."""
+    now = monotonic()
+    if now - asked_at >= NOTED_SECONDS:
+        attempt.note_span("connection", asked_at, now)
 
 
 def advisory_key(attempt: Attempt) -> int:

@@ -431,7 +431,7 @@ class _Context:
 
     def _settlement(self, tx: HandlerTransaction[Any]) -> Operation[dict[tuple[int, int], Any]]:
         attempt, worker, result = self._attempt, self._services.worker, tx._result
-        if attempt.is_plain:
+        if attempt.is_plain and attempt.spans is None:
             number, read_ct = attempt.number, attempt.read_ct
             return settle_one(attempt.domain, worker, attempt, read_ct=read_ct, number=number, result=result)
         return settle(attempt.domain, worker, [attempt.complete(result).only_of(attempt.sent)], waiting=True)

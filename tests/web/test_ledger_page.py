@@ -1,0 +1,28 @@
+"""The page of one command: where its time went."""
+
+from __future__ import annotations
+
+import pytest
+
+from commandbus import CommandBus
+from web.conftest import Serve
+from web.test_console import settled
+
+
+def test_the_ledger_of_a_command_is_on_its_page_and_in_the_api(
+    database: str, bus: CommandBus, serve: Serve
+) -> None:
+    settled(database, bus)
+    bus.send("orders", "ship", {"n": 1}, command_id="later", delay=3600)
+    visit = serve()
+    page = visit.get("/command", domain="orders", id="bad").text
+    assert '<svg class="ledger"' in page
+    assert "with a person (troubleshooting)" in page
+    assert "<title>attempt 1: permanent," in page
+    assert "style=" not in page
+    assert "delayed by its sender" in visit.get("/command", domain="orders", id="later").text
+    ledger = visit.get("/api/ledger", domain="orders", id="good").json
+    assert [item["state"] for item in ledger["intervals"]][-1] == "running"
+    assert sum(item["seconds"] for item in ledger["intervals"]) == pytest.approx(ledger["seconds"])
+    assert visit.get("/api/command", domain="orders", id="good").json["ledger"] == ledger
+    assert visit.get("/api/ledger", domain="orders", id="nobody").status == 404
