@@ -35,7 +35,7 @@ from commandbus.db.service_connection import LOCK_SECONDS, STATEMENT_SECONDS, La
 from commandbus.flow.commands.claim import claim
 from commandbus.flow.commands.settle import settle
 from commandbus.flow.operation import Statement, Steps, operation
-from commandbus.stillness import Stillness
+from commandbus.stalled_thread import StalledThread
 from commandbus.worker.execution.attempt import Attempt
 from support.network import Proxy
 from support.waiting import one, statuses, until, until_settled, verdicts, within
@@ -479,11 +479,11 @@ def test_health_itself_notices_every_thread_that_is_blocked(
 
 def test_whoever_wakes_first_does_not_find_the_others_still() -> None:
     """As after a SIGSTOP: all are late, and move a moment later."""
-    stillness = Stillness()
-    assert stillness.seconds(monotonic() - 20) == 0.0
-    assert stillness.seconds(monotonic()) == 0.0
+    stalled = StalledThread()
+    assert stalled.seconds(monotonic() - 20) == 0.0
+    assert stalled.seconds(monotonic()) == 0.0
     moved_at = monotonic() - 20
-    until(lambda: stillness.seconds(moved_at) >= 21)
+    until(lambda: stalled.seconds(moved_at) >= 21)
 
 
 @pytest.mark.parametrize("lane", ["running", "waiting"])

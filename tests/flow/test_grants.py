@@ -35,7 +35,7 @@ from commandbus.flow.commands.claimed_row import Fence
 from commandbus.flow.commands.operate import operator_action, set_priority
 from commandbus.flow.commands.prune import ASIDES, prune_excess
 from commandbus.flow.commands.renew import pending_cancels
-from commandbus.flow.commands.unpark import unkept
+from commandbus.flow.commands.unpark import left_parked
 from commandbus.flow.keys.operate import set_key_limit
 from commandbus.flow.setup.roles import print_roles
 from commandbus.flow.workers.registry import WorkerIdentity, beat
@@ -391,7 +391,7 @@ def test_breakers(work: Bus, acting: Roles, db: psycopg.Connection[Any]) -> None
     assert worker.run(report("orders", "Break", Breaker(), good=[probe])).state == "CLOSED"
     assert worker.run(report("orders", "Break", Breaker(), bad=bad)) is None
     assert worker.run(judge("orders", "Break", Breaker())).is_final
-    assert worker.run(unkept(["orders"])) == []
+    assert worker.run(left_parked(["orders"])) == []
     for of in ({"domain": "orders", "command_type": "Break"}, {"limit": "docai"}):
         assert operator.open_breaker(**of)
         assert operator.close_breaker(**of) == 0

@@ -10,7 +10,7 @@ import pytest
 from flow_harness import Bus, fail, one, send_raw
 
 from commandbus import BusinessRuleException, NewCommand, PermanentCommandError, load_settings
-from commandbus.flow.commands.prune import Retention, prune, prune_all, prune_archive, prune_asides, through_id
+from commandbus.flow.commands.prune import Retention, prune, prune_all, prune_archive, prune_set_aside, through_id
 
 UNFINISHED = ["waiting", "delayed", "running", "troubled", "retried"]
 FINISHED = ["completed", "failed", "canceled"]
@@ -165,7 +165,7 @@ def test_archives_and_what_was_put_aside(orders: Bus, db: psycopg.Connection[Any
     assert one(db, "SELECT count(*) FROM pgmq.a_orders__commands") == 2
     assert [worker.id for worker in orders.workers()] == ["new"]
     assert orders.run(prune_archive("orders", 0.0, bite=1)) == 1
-    assert orders.run(prune_asides(0.0)) == 0
+    assert orders.run(prune_set_aside(0.0)) == 0
 
 
 def test_a_locked_command_is_left_for_the_next_time(varied: Bus, db: psycopg.Connection[Any]) -> None:

@@ -68,7 +68,7 @@ READS = (
 TRAIL = ("command", "attempt", "operator_action", "control_action", "batch", "process", "process_step", "worker")
 INNER = (
     "SELECT commandbus.prune_commands(0, 1000, 9223372036854775807, 0)",
-    "SELECT commandbus.prune_asides(0, 1000)",
+    "SELECT commandbus.prune_set_aside(0, 1000)",
     "SELECT commandbus.forget_timers('{1}')",
     "SELECT commandbus.audit_trail('orders', 'secret')",
 )

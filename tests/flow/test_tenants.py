@@ -142,7 +142,7 @@ def test_writing_reaches_no_row_of_another_domain(tenants: Roles, db: psycopg.Co
         bus.run(raw("DELETE FROM commandbus.tsq"))
         bus.run(raw("DELETE FROM commandbus.batch_delta"))
         bus.run(raw("SELECT commandbus.prune_commands(0, 1000, 9223372036854775807, 0)"))
-        bus.run(raw("SELECT commandbus.prune_asides(0, 1000)"))
+        bus.run(raw("SELECT commandbus.prune_set_aside(0, 1000)"))
         command = one(db, "SELECT min(id) FROM commandbus.command")
         assert_refused(lambda bus=bus, command=command: bus.run(
             raw("INSERT INTO commandbus.operator_action (command, action, operator) "

@@ -11,7 +11,7 @@ from flow_harness import Bus, one, sync_only
 
 from commandbus import NewCommand
 from commandbus.flow.commands import unpark
-from commandbus.flow.commands.unpark import Parked, UnparkBite, unkept, wake_some
+from commandbus.flow.commands.unpark import Parked, UnparkBite, left_parked, wake_some
 
 SHIP = Parked("breaker", "orders", "Ship")
 PAUSED = Parked("pause", "orders", "Ship")
@@ -54,18 +54,18 @@ def test_a_probe_that_went_well_wakes_the_first_bite_at_once_and_the_others_are_
     open_it(orders)
     park(orders, 10)
     probe = half_open(orders, db)
-    assert orders.run(unkept(["orders"])) == []
+    assert orders.run(left_parked(["orders"])) == []
     moved = tell(orders, good=[probe])
     assert moved is not None
     assert (moved.state, moved.released, parked(db)) == ("CLOSED", 3, 6)
     assert moved.rest_after is not None
-    assert orders.run(unkept(["orders"])) == [SHIP]
-    assert orders.run(unkept(["billing"])) == []
+    assert orders.run(left_parked(["orders"])) == [SHIP]
+    assert orders.run(left_parked(["billing"])) == []
     bite = orders.run(wake_some(SHIP, moved.rest_after))
     assert bite == UnparkBite(3, one(db, "SELECT min(seq) - 1 FROM commandbus.parked"))
     assert orders.run(wake_some(SHIP, 0)).count == 3
     assert orders.run(wake_some(SHIP, 0)) == UnparkBite(0, None)
-    assert orders.run(unkept(["orders"])) == []
+    assert orders.run(left_parked(["orders"])) == []
 
 
 def test_what_a_pause_or_an_open_breaker_keeps_is_left_alone(orders: Bus, db: Db) -> None:
@@ -76,7 +76,7 @@ def test_what_a_pause_or_an_open_breaker_keeps_is_left_alone(orders: Bus, db: Db
     orders.pause("orders", "Ship")
     assert orders.claim() == []
     assert orders.run(wake_some(PAUSED, 0)) == UnparkBite(0, None)
-    assert orders.run(unkept(["orders"])) == []
+    assert orders.run(left_parked(["orders"])) == []
     assert parked(db) == 2
 
 
@@ -90,7 +90,10 @@ def test_many_kinds_of_what_is_parked(orders: Bus, db: Db) -> None:
     )
     db.execute("INSERT INTO commandbus.pause (domain, command_type, operator) VALUES ('orders', 'A', 'ann')")
     db.execute("INSERT INTO commandbus.breaker (domain, command_type, state) VALUES ('orders', 'B', 'HALF_OPEN')")
-    assert orders.run(unkept(["orders"])) == [Parked("breaker", "orders", "A"), Parked("pause", "orders", "B")]
+    assert orders.run(left_parked(["orders"])) == [
+        Parked("breaker", "orders", "A"),
+        Parked("pause", "orders", "B"),
+    ]
 
 
 def test_rows_without_a_message_that_waits_are_removed(orders: Bus, db: Db) -> None:
@@ -115,7 +118,7 @@ def test_a_row_that_somebody_holds_is_passed_over_and_found_later(orders: Bus, d
         other.execute("SELECT FROM pgmq.q_orders__commands ORDER BY msg_id LIMIT 1 FOR UPDATE")
         assert orders.close_breaker("orders", "Ship") == 2
         assert parked(db) == 1
-    assert orders.run(unkept(["orders"])) == [SHIP]
+    assert orders.run(left_parked(["orders"])) == [SHIP]
     assert orders.run(wake_some(SHIP, 0)).count == 1
 
 

@@ -11,7 +11,7 @@ import pytest
 from plan_reading import explain, first_statement
 
 from commandbus.flow.breakers.breaker import Row, _probe
-from commandbus.flow.commands.unpark import BITE, Parked, unkept, wake_some
+from commandbus.flow.commands.unpark import BITE, Parked, left_parked, wake_some
 from commandbus.flow.operation import Operation
 
 pytestmark = [pytest.mark.slow, pytest.mark.plans, pytest.mark.shared_setup("crowded")]
@@ -56,7 +56,7 @@ def test_a_bite(conn: Conn, generic: bool, is_first: bool) -> None:
 
 
 def test_what_is_left_is_found_without_reading_it(conn: Conn, generic: bool) -> None:
-    plan = explain(conn, first_statement(unkept(["delayed", "backlog"])), generic=generic)
+    plan = explain(conn, first_statement(left_parked(["delayed", "backlog"])), generic=generic)
     assert plan.rows == 1
     assert plan.kinds("parked") <= DIRECT, plan
     assert plan.visited("parked") <= 10, plan

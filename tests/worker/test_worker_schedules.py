@@ -112,6 +112,7 @@ def test_a_worker_without_schedules_loads_nothing_for_them() -> None:
         "commandbus.flow.schedules",
         "commandbus.flow.schedules.exist",
         "commandbus.worker.execution.schedule_declarations",
+        "commandbus.worker.scheduler_on_demand",
     }
 
 

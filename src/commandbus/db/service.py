@@ -29,7 +29,7 @@ from commandbus.db.service_connection import LOCK_SECONDS, LastingConnection
 from commandbus.db.transient_errors import PassingError, is_locked
 from commandbus.logger import safe_logger
 from commandbus.settings import Settings
-from commandbus.stillness import LOOK_SECONDS, STILL_SECONDS, Stillness
+from commandbus.stalled_thread import LOOK_SECONDS, STILL_SECONDS, StalledThread
 
 logger = safe_logger("commandbus.worker")
 
@@ -73,7 +73,7 @@ class DatabaseService:
         weakref.finalize(self, self._wake.close).atexit = False
         self._thread = threading.Thread(target=self._serve, name=f"{name}-{part}", daemon=True)
         self.moved_at = monotonic()
-        self._stillness = Stillness()
+        self._stalled = StalledThread()
         self.ended: BaseException | None = None
         # Since when no round has succeeded, with which error, and whether the database itself reported that error.
         self._failing: tuple[float, str, bool] | None = None
@@ -157,7 +157,7 @@ class DatabaseService:
             return f"the {self.part} has had no answer from the database for {silent_for:.0f} s"
         if (failing := self._failing) is not None and monotonic() - failing[0] >= FAILING_SECONDS:
             return f"the {self.part} has failed for {monotonic() - failing[0]:.0f} s: {failing[1]}"
-        still_for = self._stillness.seconds(max(self.moved_at, self._connection.waited_until))
+        still_for = self._stalled.seconds(max(self.moved_at, self._connection.waited_until))
         if not silent_for and not self._connection.is_down and still_for >= STILL_SECONDS:
             return f"the {self.part} has not moved for {still_for:.0f} s"
         return None

@@ -72,7 +72,7 @@ _PRUNING = (
     "prune_commands(bigint, integer, bigint, double precision)",
     "prune_batches(bigint, integer, double precision)",
     "prune_processes(bigint, integer, double precision)",
-    "prune_asides(double precision, integer)",
+    "prune_set_aside(double precision, integer)",
     "prune_keys(text, text, integer)",
     "prune_plans(double precision, integer)",
 )

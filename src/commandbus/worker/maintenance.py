@@ -22,7 +22,7 @@ from commandbus.errors import CommandBusError
 from commandbus.flow.batches import operate as batch_operate
 from commandbus.flow.batches.fold_and_complete import fold
 from commandbus.flow.commands.prune import Retention, prune_all
-from commandbus.flow.commands.unpark import Parked, unkept, wake_rest
+from commandbus.flow.commands.unpark import Parked, left_parked, wake_rest
 from commandbus.flow.keys.exist import CHANNEL as KEYS_CHANNEL
 from commandbus.flow.operation import Operation, Plan
 from commandbus.flow.plans.carry_out import CHANNEL as PLANS_CHANNEL
@@ -37,9 +37,9 @@ from commandbus.worker.breakers import WorkerBreakers
 from commandbus.worker.expiry import ExpirySweep
 from commandbus.worker.fleet_reports import FleetReports
 from commandbus.worker.health import HealthStatus
-from commandbus.worker.key_releasing import KeyReleasing
+from commandbus.worker.key_releaser_on_demand import KeyReleaserOnDemand
 from commandbus.worker.plan_runner import PlanRunner
-from commandbus.worker.scheduling import Scheduling
+from commandbus.worker.scheduler_on_demand import SchedulerOnDemand
 from commandbus.worker.unhandled_types import UnhandledTypes
 
 logger = safe_logger("commandbus.worker")
@@ -97,8 +97,8 @@ class Maintenance(DatabaseService):
         health: HealthStatus,
         breakers: WorkerBreakers,
         unhandled: UnhandledTypes,
-        scheduling: Scheduling,
-        key_releasing: KeyReleasing,
+        scheduling: SchedulerOnDemand,
+        key_releasing: KeyReleaserOnDemand,
         reports: FleetReports,
         on_error: Callable[[BaseException], None],
         name: str,
@@ -259,7 +259,7 @@ class Maintenance(DatabaseService):
         try:
             if now >= self._unpark_at:
                 self._unpark_at = now + SWEEP_SECONDS
-                for parked in self._connection.run(unkept(self._identity.domains)):
+                for parked in self._connection.run(left_parked(self._identity.domains)):
                     self._unparked.setdefault(parked, Work(wake_rest(parked)))
             until = monotonic() + SLICE_SECONDS
             while self._unparked and monotonic() < until and not self._stopping.is_set():

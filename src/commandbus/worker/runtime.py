@@ -56,7 +56,7 @@ from commandbus.worker.fenced_writer import FencedWriter
 from commandbus.worker.fleet_reports import FleetReports
 from commandbus.worker.isolation.isolation import Isolation
 from commandbus.worker.isolation.quarantine import Quarantine
-from commandbus.worker.key_releasing import KeyReleasing
+from commandbus.worker.key_releaser_on_demand import KeyReleaserOnDemand
 from commandbus.worker.lease_keeper import LeaseKeeper
 from commandbus.worker.lifespans import RunningLifespans
 from commandbus.worker.limits import LimitedWork
@@ -64,7 +64,7 @@ from commandbus.worker.maintenance import Maintenance, MaintenanceFigures
 from commandbus.worker.memory import resident_megabytes
 from commandbus.worker.raw_messages import Adopter
 from commandbus.worker.running_file import RunningFile
-from commandbus.worker.scheduling import Scheduling
+from commandbus.worker.scheduler_on_demand import SchedulerOnDemand
 from commandbus.worker.service_watch import UNREACHABLE, ServiceWatch
 from commandbus.worker.settler import Settler
 from commandbus.worker.slot_views import SlotViews
@@ -145,8 +145,8 @@ class WorkerRuntime:
         self._claimer = self._make_claimer()
         self._views = SlotViews(settings, self.attempts, lambda: self.dispatcher.total_slots)
         self._threads: list[DatabaseService] = []
-        self._scheduling = Scheduling(spec, settings, self._threads)
-        self._key_releasing = KeyReleasing(spec, settings, self._threads)
+        self._scheduling = SchedulerOnDemand(spec, settings, self._threads)
+        self._key_releasing = KeyReleaserOnDemand(spec, settings, self._threads)
         self._maintenance = Maintenance(
             settings,
             identity(spec, settings),

@@ -93,7 +93,7 @@ def prune_all(retention: Retention) -> Plan[PruneReport]:
         for domain in (yield list_domains()):
             while gone := (yield prune_archive(domain.name, retention.age_seconds)):
                 archived += gone
-        while gone := (yield prune_asides(retention.age_seconds)):
+        while gone := (yield prune_set_aside(retention.age_seconds)):
             asides += gone
     return PruneReport(commands, archived, asides, batches, processes, dropped)
 
@@ -195,8 +195,8 @@ def prune_excess(table: str, count: int, size: int, *, bite: int = BITE) -> Step
 
 
 @operation(atomic=False)
-def prune_asides(age_seconds: float, *, bite: int = BITE) -> Steps[int]:
+def prune_set_aside(age_seconds: float, *, bite: int = BITE) -> Steps[int]:
     """One bite of rejected messages, undelivered replies and workers that ended long ago."""
-    rows = yield Statement(sql.text("commands/prune_asides"), {"age": age_seconds, "bite": bite})
+    rows = yield Statement(sql.text("commands/prune_set_aside"), {"age": age_seconds, "bite": bite})
     count: int = rows[0][0]
     return count

@@ -2,7 +2,7 @@
 
 A million commands may be parked. The transaction that ends the pause or closes the breaker wakes the first
 portion. The other portions follow in separate transactions, so that no claim waits for a lock. If a program was
-killed on the way, `unkept` finds the rest: the maintenance thread of every worker calls it.
+killed on the way, `left_parked` finds the rest: the maintenance thread of every worker calls it.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def wake_rest(parked: Parked, first: Operation[UnparkBite] | None = None) -> Pla
 
 
 @operation(atomic=False)
-def unkept(domains: Sequence[str]) -> Steps[list[Parked]]:
+def left_parked(domains: Sequence[str]) -> Steps[list[Parked]]:
     """Commands of these domains that are parked although nothing keeps them parked."""
-    rows = yield Statement(sql.text("commands/unkept"), {"domains": list(domains)})
+    rows = yield Statement(sql.text("commands/left_parked"), {"domains": list(domains)})
     return [Parked(*row) for row in rows]

@@ -1541,7 +1541,7 @@ $$;
 -- actions on limits and breakers, and workers without a heartbeat for an age (at least a day). A caller with rights on only
 -- some domains removes only rows of these. Returns how many were removed. Locks: the rows themselves. The tables are small:
 -- no index.
-CREATE FUNCTION commandbus.prune_asides(p_age float8, p_bite integer) RETURNS bigint
+CREATE FUNCTION commandbus.prune_set_aside(p_age float8, p_bite integer) RETURNS bigint
     LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
 DECLARE
     v_domains text[] := commandbus.callers_domains();

@@ -23,7 +23,7 @@ from commandbus.clock import boottime, epoch, monotonic
 from commandbus.logger import safe_logger
 from commandbus.model.outcome import Failure
 from commandbus.model.timeouts import MONITOR_TICK, Timeouts
-from commandbus.stillness import STILL_SECONDS, Stillness
+from commandbus.stalled_thread import STILL_SECONDS, StalledThread
 from commandbus.worker.attempt_registry import AttemptRegistry
 from commandbus.worker.deadlines import autopsy
 from commandbus.worker.execution.async_slots import AsyncSlot, AsyncSlots, Guest, on_loop
@@ -75,7 +75,7 @@ class Ladder:
         self._wake = threading.Event()
         self._stopping = False
         self.beat_at = monotonic()
-        self._stillness = Stillness()
+        self._stalled = StalledThread()
         self._ended: BaseException | None = None
         self.abandoned = 0
         self._thread = threading.Thread(target=self._serve, name=f"{name}-ladder", daemon=True)
@@ -107,7 +107,7 @@ class Ladder:
         """A sentence for operators if it does not look at what runs. Any thread may ask."""
         if self._ended is not None:
             return f"the {PART} has ended: {type(self._ended).__name__}: {self._ended}"
-        still_for = 0.0 if self._stopping else self._stillness.seconds(self.beat_at)
+        still_for = 0.0 if self._stopping else self._stalled.seconds(self.beat_at)
         return f"the {PART} has not moved for {still_for:.0f} s" if still_for >= STILL_SECONDS else None
 
     def _serve(self) -> None:

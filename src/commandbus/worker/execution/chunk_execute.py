@@ -26,7 +26,7 @@ from commandbus.worker.execution.chunk import Chunk
 from commandbus.worker.execution.chunk_context import AsyncChunkContext, ChunkContext, become_async_chunk
 from commandbus.worker.execution.context import Services
 from commandbus.worker.execution.execute import Ended, Executor, Note, traceback_of
-from commandbus.worker.execution.foresee import CANCELLATIONS
+from commandbus.worker.execution.outcome_forecast import CANCELLATIONS
 from commandbus.worker.exhaustion import ExhaustedError
 from commandbus.worker.health import HealthStatus
 

@@ -64,11 +64,11 @@ from commandbus.worker.execution.effects import (
     SyncEffectBlock,
     Verify,
 )
-from commandbus.worker.execution.foresee import foresee
 from commandbus.worker.execution.handler_permits import AsyncBlock, HandlerPermits, PermitProvider
 from commandbus.worker.execution.handlers import Handler
 from commandbus.worker.execution.lifespan_declarations import WorkerState
 from commandbus.worker.execution.one_transaction import OneTransaction
+from commandbus.worker.execution.outcome_forecast import forecast
 
 C = TypeVar("C")
 MAX_PROGRESS_BYTES = 4096
@@ -215,7 +215,7 @@ class _Context:
     def outcome_of(self, error: BaseException | None) -> AttemptOutcome:
         """Returns what will become of the command if this attempt raises `error` (None: if it returns), for
         middleware. Until the attempt has ended, a person, a deadline or a limit may still decide otherwise."""
-        return foresee(self._attempt, error, self._services.policy)
+        return forecast(self._attempt, error, self._services.policy)
 
     @property
     def log(self) -> logging.LoggerAdapter[logging.Logger]:

@@ -64,8 +64,8 @@ from commandbus.worker.execution.context import (
     become_async,
     dump_result,
 )
-from commandbus.worker.execution.foresee import CANCELLATIONS
 from commandbus.worker.execution.handlers import Handler
+from commandbus.worker.execution.outcome_forecast import CANCELLATIONS
 from commandbus.worker.exhaustion import ExhaustedError
 from commandbus.worker.health import HealthStatus
 from commandbus.worker.isolation.remote_errors import API, RULING

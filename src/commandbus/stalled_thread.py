@@ -13,7 +13,7 @@ LATE_SECONDS: Final = 1.5
 LOOK_SECONDS: Final = 1.0
 
 
-class Stillness:
+class StalledThread:
     """For how long a thread has not moved.
 
     A thread that is found still is looked at twice, a second apart. After a SIGSTOP all threads are late, and the

@@ -58,7 +58,7 @@ _CODES: tuple[tuple[type[BaseException], str], ...] = (
 _STOP_CODES = {Why.DEADLINE: "TIMEOUT", Why.CANCEL: "CANCELED"}
 
 
-def foresee(attempt: Attempt, error: BaseException | None, default: RetryPolicy) -> AttemptOutcome:
+def forecast(attempt: Attempt, error: BaseException | None, default: RetryPolicy) -> AttemptOutcome:
     """The outcome of an attempt that raises `error`, or returns. `default`: the policy of handlers without one."""
     if error is None or attempt.has_committed:
         return COMPLETED
