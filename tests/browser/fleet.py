@@ -53,6 +53,7 @@ def live_fleet(database: str, bus: CommandBus) -> Iterator[None]:
         with Worker(handlers, settings=settings, name="browser"):
             _operate(bus)
             until(lambda: _has_arrived(bus), 60, what=lambda: bus.status())
+            bus.plans.preview("orders", "complete", result={"by": HOSTILE}, operator="<b>ann", reason=HOSTILE)
             yield
             gate.set()
     finally:

@@ -22,6 +22,7 @@ ADDRESSES = {
         {"domain": "orders", "id": id_}
         for id_ in ("good", HOSTILE_ID, "long", "long result", "held", "hanging", "page-0")
     ],
+    "/plan": [{"id": "1"}],
     "/batch": [{"domain": "orders", "id": "three"}],
     "/process": [{"domain": "processes", "id": "undone"}, {"domain": "processes", "id": "waiting"}],
 }
