@@ -20,14 +20,14 @@ Db = psycopg.Connection[Any]
 NONE = [0] * BUCKETS
 
 
-def blocking(handlers: HandlerRegistry, gate: threading.Event) -> threading.Event:
-    """A handler that waits for the gate; returns the event that says that it has begun."""
+def blocking(handlers: HandlerRegistry, go_on: threading.Event) -> threading.Event:
+    """A handler that waits to go on; returns the event that says that it has begun."""
     begun = threading.Event()
 
     @handlers.handler("orders", "wait", timeout=30)
-    def wait_for_the_gate(_command: Any, _ctx: Any) -> None:
+    def wait_to_go_on(_command: Any, _ctx: Any) -> None:
         begun.set()
-        gate.wait()
+        go_on.wait()
 
     return begun
 
@@ -36,9 +36,9 @@ def blocking(handlers: HandlerRegistry, gate: threading.Event) -> threading.Even
 
 
 def test_a_watched_worker_shows_what_its_slots_run(
-    bus: CommandBus, handlers: HandlerRegistry, gate: threading.Event, start_worker: StartWorker
+    bus: CommandBus, handlers: HandlerRegistry, go_on: threading.Event, start_worker: StartWorker
 ) -> None:
-    begun = blocking(handlers, gate)
+    begun = blocking(handlers, go_on)
     worker = start_worker(handlers, concurrency=3)
     bus.send("orders", "wait", {}, command_id="a")
     begun.wait(30)
@@ -50,14 +50,14 @@ def test_a_watched_worker_shows_what_its_slots_run(
     assert slot.share is not None
     assert 0 <= slot.share < 1
     assert shown.memory_mb is not None
-    gate.set()
+    go_on.set()
     until(lambda: [item for item in bus.watch_slots() if not item.slots])
 
 
 def test_nobody_watches_and_nothing_is_written(
-    bus: CommandBus, db: Db, handlers: HandlerRegistry, gate: threading.Event, start_worker: StartWorker
+    bus: CommandBus, db: Db, handlers: HandlerRegistry, go_on: threading.Event, start_worker: StartWorker
 ) -> None:
-    begun = blocking(handlers, gate)
+    begun = blocking(handlers, go_on)
     start_worker(handlers, concurrency=1)
     bus.send("orders", "wait", {})
     begun.wait(30)
@@ -82,9 +82,9 @@ def _still_published() -> Any:
 
 
 def test_a_worker_that_cannot_listen_learns_of_watchers_by_its_heartbeat(
-    database: str, bus: CommandBus, handlers: HandlerRegistry, gate: threading.Event, start_worker: StartWorker
+    database: str, bus: CommandBus, handlers: HandlerRegistry, go_on: threading.Event, start_worker: StartWorker
 ) -> None:
-    begun = blocking(handlers, gate)
+    begun = blocking(handlers, go_on)
     start_worker(handlers, concurrency=1, prepared_statements=False)
     bus.send("orders", "wait", {}, command_id="a")
     begun.wait(30)
@@ -93,11 +93,11 @@ def test_a_worker_that_cannot_listen_learns_of_watchers_by_its_heartbeat(
 
 
 def test_an_attempt_that_was_given_up_is_shown_while_its_thread_hangs(
-    bus: CommandBus, handlers: HandlerRegistry, gate: threading.Event, start_worker: StartWorker
+    bus: CommandBus, handlers: HandlerRegistry, go_on: threading.Event, start_worker: StartWorker
 ) -> None:
     @handlers.handler("orders", "hang", timeout=0.2, on_timeout="fail")
     def hang(_command: Any, _ctx: Any) -> None:
-        gate.wait()
+        go_on.wait()
 
     start_worker(handlers, concurrency=1, cancel_grace=0.2)
     bus.send("orders", "hang", {}, command_id="h")
@@ -109,7 +109,7 @@ def test_an_attempt_that_was_given_up_is_shown_while_its_thread_hangs(
     assert (slot.command_id, slot.command_type) == ("h", "hang")
     assert slot.reason
     assert [item.idle for item in bus.watch_slots()] == [1], "its slot has another thread"
-    gate.set()
+    go_on.set()
     until(lambda: not stuck())
 
 
@@ -117,16 +117,16 @@ def test_an_attempt_that_was_given_up_is_shown_while_its_thread_hangs(
 
 
 def test_the_stack_of_a_running_handler(
-    bus: CommandBus, handlers: HandlerRegistry, gate: threading.Event, start_worker: StartWorker
+    bus: CommandBus, handlers: HandlerRegistry, go_on: threading.Event, start_worker: StartWorker
 ) -> None:
-    begun = blocking(handlers, gate)
+    begun = blocking(handlers, go_on)
     worker = start_worker(handlers)
     bus.send("orders", "wait", {"secret": "s3cret"}, command_id="a")
     begun.wait(30)
     found = bus.request_stack("orders", "a", wait=30)
     assert (found.worker, found.attempt, found.problem) == (worker.id, 1, None)
     frames = found.stacks[0].frames
-    assert [frame for frame in frames if frame.file == __file__ and "wait_for_the_gate" in frame.function]
+    assert [frame for frame in frames if frame.file == __file__ and "wait_to_go_on" in frame.function]
     assert frames[-1].function.endswith("wait")
     assert found.seconds is not None
     assert "s3cret" not in repr(found)
@@ -186,9 +186,9 @@ def test_a_worker_that_is_gone_does_not_answer(bus: CommandBus, db: Db) -> None:
 
 
 def test_a_worker_without_a_supervisor_is_not_recycled(
-    bus: CommandBus, handlers: HandlerRegistry, gate: threading.Event, start_worker: StartWorker
+    bus: CommandBus, handlers: HandlerRegistry, go_on: threading.Event, start_worker: StartWorker
 ) -> None:
-    blocking(handlers, gate)
+    blocking(handlers, go_on)
     worker = start_worker(handlers)
     until(lambda: bus.workers().items)
     with pytest.raises(InvalidOperationError, match="it has no supervisor"):
