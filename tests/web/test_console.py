@@ -160,7 +160,15 @@ def test_the_api_describes_itself_and_gives_what_the_pages_show(
     settled(database, bus)
     visit = serve()
     described = visit.get("/api/openapi.json").json["paths"]
-    needed = {"/api/command", "/api/ledger", "/api/batch", "/api/process", "/api/plan", "/api/actions/{name}"}
+    needed = {
+        "/api/command",
+        "/api/ledger",
+        "/api/stack",
+        "/api/batch",
+        "/api/process",
+        "/api/plan",
+        "/api/actions/{name}",
+    }
     for path in described.keys() - needed:
         answer = visit.get(path)
         assert answer.status == 200, path

@@ -9,8 +9,10 @@ from urllib.parse import urlencode
 from commandbus.flow.breakers.operate import BreakerInfo
 from commandbus.flow.commands.inspect import DomainStatus, WorkerInfo
 from commandbus.flow.limits.inspect import LimitInfo
+from commandbus.flow.workers.slots import WorkerSlots
 from commandbus.model.counting import counted
 from commandbus.model.durations import roughly
+from commandbus.model.minute_figures import HourFigures
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,19 +25,28 @@ class Concern:
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """What one look at the fleet found. `in_tsq` counts commands by (domain, command type)."""
+    """What one look at the fleet found. `in_tsq` counts commands by (domain, command type). `slots` are known of
+    workers that have published them."""
 
     domains: Sequence[DomainStatus]
     workers: Sequence[WorkerInfo]
     limits: Sequence[LimitInfo]
     breakers: Sequence[BreakerInfo]
     in_tsq: Mapping[tuple[str, str], int]
+    slots: Sequence[WorkerSlots] = ()
+    hours: Sequence[HourFigures] = ()
+
+    @property
+    def served(self) -> set[str]:
+        """The domains that a live worker serves."""
+        return {domain for worker in self.workers if worker.is_alive for domain in worker.domains}
 
 
 def concerns(fleet: Fleet) -> list[Concern]:
     """What needs a person, the most urgent first: what stands still, then what waits for somebody."""
     return [
         *_workers(fleet),
+        *_stuck(fleet.slots),
         *_limits(fleet.limits),
         *_breakers(fleet.breakers),
         *_troubles(fleet.in_tsq),
@@ -70,6 +81,19 @@ def _workers(fleet: Fleet) -> list[Concern]:
             reasons = "; ".join(map(str, worker.health.get("reasons") or [])) or "it gives no reason"
             found.append(Concern(f"worker {worker.id} is critical: {reasons}", "workers"))
     return found
+
+
+def _stuck(slots: Sequence[WorkerSlots]) -> list[Concern]:
+    return [
+        Concern(
+            f"{slot.domain}/{slot.command_type} hangs in worker {worker.worker}: {slot.command_id} was given up, "
+            f"and its thread does not end",
+            "command?" + urlencode({"domain": slot.domain, "id": slot.command_id}),
+        )
+        for worker in slots
+        for slot in worker.slots
+        if slot.phase == "STUCK"
+    ]
 
 
 def _limits(limits: Sequence[LimitInfo]) -> list[Concern]:

@@ -41,10 +41,16 @@ class Console:
         self.access = access
         self.reading = _bus(settings, READ_SECONDS, connections)
         self.acting = _bus(settings, ACT_SECONDS, 1)
-        self.watched = Watched(self.fleet)
+        self.watched = Watched(self.now)
+
+    async def now(self) -> Fleet:
+        """One look at everything that `Now` shows. Workers publish their slots from now on, for some seconds."""
+        found = await self.fleet()
+        slots, hours = await self.reading.watch_slots(), await self.reading.last_hour()
+        return replace(found, slots=slots.items, hours=hours.items)
 
     async def fleet(self) -> Fleet:
-        """One look at everything that `Now` shows."""
+        """One look at what may need a person."""
         return Fleet(
             (await self.reading.status()).items,
             (await self.reading.workers()).items,

@@ -19,6 +19,7 @@ from markupsafe import Markup, escape
 from commandbus.model.durations import roughly
 from commandbus.model.ledger_bar import how_long
 from commandbus.model.safe_text import escaped, escaped_lines
+from commandbus.web import sparkline
 
 LONGEST_TEXT: Final = 20_000
 
@@ -44,6 +45,9 @@ def environment() -> Environment:
         raw=raw,
         autopsy=autopsy,
         exactly=how_long,
+        spark_settled=sparkline.settled,
+        spark_ready=sparkline.ready,
+        spark_waits=sparkline.waits,
     )
     return made
 

@@ -6,12 +6,13 @@ from typing import Final
 
 from fastapi import APIRouter
 
-from commandbus.web.api import actions, commands, controls, fleet, groups, plans
+from commandbus.web.api import actions, commands, controls, fleet, groups, plans, slots
 from commandbus.web.api.problems import PROBLEMS
 from commandbus.web.console import Console
 
 _MODULES: Final = (
     fleet,
+    slots,
     commands,
     controls,
     groups,

@@ -18,6 +18,7 @@ from commandbus.web.pages import (
     plans,
     processes,
     schedules,
+    stack,
     troubleshooting,
     workers,
 )
@@ -32,6 +33,7 @@ _MODULES: Final = (
     batches,
     processes,
     workers,
+    stack,
     domains,
 )
 

@@ -9,6 +9,7 @@ from typing import Any
 from fastapi import Request
 from fastapi.responses import Response, StreamingResponse
 
+from commandbus.flow.workers.view import supervisors
 from commandbus.web.attention import Fleet, concerns, headline
 from commandbus.web.console import Console
 from commandbus.web.live import TooManyWatchersError
@@ -21,7 +22,7 @@ def routes(console: Console) -> PageRoutes:
 
     async def now(request: Request) -> Response:
         """What needs a person, and the state of every domain."""
-        return console.page(request, "now.html", **_now(await console.fleet()))
+        return console.page(request, "now.html", **_now(await console.now()))
 
     async def events(request: Request) -> Response:
         """The same, again and again, for the page that is open."""
@@ -48,6 +49,11 @@ def routes(console: Console) -> PageRoutes:
 
 def _now(fleet: Fleet) -> dict[str, Any]:
     found = concerns(fleet)
-    return {"headline": headline(found), "concerns": found, "domains": fleet.domains, "workers": [
-        worker for worker in fleet.workers if worker.state != "STOPPED"
-    ]}  # fmt: skip
+    return {
+        "headline": headline(found),
+        "concerns": found,
+        "domains": fleet.domains,
+        "hours": {hour.domain: hour for hour in fleet.hours},
+        "served": fleet.served,
+        "supervisors": supervisors([item for item in fleet.workers if item.state != "STOPPED"], fleet.slots),
+    }

@@ -1,0 +1,118 @@
+"""Now with its sparklines and slots, and the page that says where a running command is."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import psycopg
+import pytest
+
+from commandbus import CommandBus, HandlerRegistry, HourFigures, MinuteFigures, VersionMark, Worker
+from commandbus.web import sparkline
+from support.waiting import until
+from support.workers import quick_settings
+from web.conftest import Serve
+
+START = datetime(2026, 5, 4, 12, 0, tzinfo=UTC)
+HOSTILE_ID = '<b>"1"</b>\u202e'
+
+
+@pytest.fixture
+def running(database: str, bus: CommandBus) -> Iterator[threading.Event]:
+    """A worker with one command that hangs, given up after a while, and one that runs. The event lets them go."""
+    handlers, go_on = HandlerRegistry(), threading.Event()
+
+    @handlers.handler("orders", "hang", timeout=0.2, on_timeout="fail")
+    def hang(_command: Any, _ctx: Any) -> None:
+        go_on.wait()
+
+    @handlers.handler("orders", "slow", timeout=60)
+    def slow(_command: Any, _ctx: Any) -> None:
+        go_on.wait()
+
+    worker = Worker(handlers, settings=quick_settings(database, concurrency=3, cancel_grace=0.2))
+    worker.start()
+    bus.send("orders", "hang", {}, command_id=HOSTILE_ID)
+    bus.send("orders", "slow", {}, command_id="slow-1")
+    yield go_on
+    go_on.set()
+    worker.stop()
+
+
+def test_now_shows_every_slot_and_a_stuck_one_in_words(
+    bus: CommandBus, running: threading.Event, serve: Serve
+) -> None:
+    visit = serve()
+    first = visit.get("/").text
+    assert "It was asked what its slots run." in first or "slot-running" in first
+
+    def shown() -> str:
+        text = visit.get("/").text
+        return text if "▲ STUCK" in text and "slot-running" in text else ""
+
+    text = until(shown)
+    assert "hangs in worker" in text, "it needs a person, too"
+    assert "orders/slow" in text
+    assert "of 1m" in text, "how far into its deadline"
+    assert re.search(r'aria-label="\d+% of its time"', text)
+    assert text.count("slot-idle") == 2, "two of three slots: the stuck one was replaced"
+    assert "<b>" not in text
+    assert "\u202e" not in text
+    assert "style=" not in text
+    api = visit.get("/api/slots").json
+    assert {slot["phase"] for slot in api[0]["slots"]} == {"STUCK", "RUNNING"}
+
+
+def test_where_a_running_command_is(bus: CommandBus, running: threading.Event, serve: Serve) -> None:
+    visit = serve()
+    until(lambda: bus.request_stack("orders", "slow-1").stacks)
+    assert 'action="/stack"' in visit.get("/command", domain="orders", id="slow-1").text
+    text = visit.get("/stack", domain="orders", id="slow-1").text
+    assert "fixture running" not in text
+    assert "slow</code>" in text
+    assert "test_fleet_pages.py, line" in text
+    found = visit.get("/api/stack", domain="orders", id="slow-1", wait=4).json
+    assert any(frame["function"].endswith("slow") for frame in found["stacks"][0]["frames"])
+    bus.send("orders", "slow", {}, command_id=HOSTILE_ID + "2", delay=60)
+    waiting = visit.get("/stack", domain="orders", id=HOSTILE_ID + "2")
+    assert "it is not running: no worker holds it now" in waiting.text
+    assert "<b>" not in waiting.text
+    assert visit.get("/stack", domain="orders", id="nothing").status == 404
+    assert visit.get("/api/stack", domain="orders", id="slow-1", wait=99).status == 422
+
+
+def test_figures_that_nobody_knows_are_no_zeros(bus: CommandBus, database: str, serve: Serve) -> None:
+    visit = serve()
+    text = visit.get("/").text
+    assert text.count("no figures yet") == 3
+    assert "no worker</span>" in text
+    with psycopg.connect(database, autocommit=True) as conn:
+        conn.execute(
+            "INSERT INTO commandbus.minute_figure (at, domain, settled, ready, waits) "
+            "SELECT date_trunc('minute', now()) - make_interval(mins => n), 'orders', n * 10, n, "
+            "       array_fill(0, ARRAY[20]) || 1::bigint FROM generate_series(1, 3) n"
+        )
+    text = visit.get("/").text
+    assert "settled per minute in the last hour: last 10, most 30, not known for 57 of 60 minutes" in text
+    assert "ready in the last hour: last 1, most 3, not known for 57 of 60 minutes" in text
+    hour = visit.get("/api/hours", domain="orders").json[0]
+    assert [minute["settled"] for minute in hour["minutes"][-4:]] == [None, 30, 20, 10]
+    assert hour["wait_p99"] == pytest.approx(1.0, rel=0.25)
+
+
+def test_a_sparkline_has_gaps_and_marks_and_no_markup_of_others() -> None:
+    values = [1, None, 3, 4, *[None] * 56]
+    minutes = [
+        MinuteFigures(START + timedelta(minutes=n), value, None, None, None) for n, value in enumerate(values)
+    ]
+    mark = VersionMark(START + timedelta(minutes=30), '<script>"8f3a')
+    made = sparkline.settled(HourFigures("orders", minutes, None, None, [mark]))
+    assert made.count("<polyline") == 1
+    assert made.count("<circle") == 1, "a minute alone is a dot"
+    assert "version &lt;script&gt;" in made
+    assert "<script" not in made
+    assert sparkline.ready(HourFigures("orders", minutes, None, None)) == sparkline.ready(None)
