@@ -267,6 +267,21 @@ from commandbus.flow.commands.prune import (
 from commandbus.flow.commands.unhandled_types import (
     UnhandledType as UnhandledType,
 )
+from commandbus.flow.limits.detail import (
+    InLimitLine as InLimitLine,
+)
+from commandbus.flow.limits.detail import (
+    LimitBackoff as LimitBackoff,
+)
+from commandbus.flow.limits.detail import (
+    LimitDetail as LimitDetail,
+)
+from commandbus.flow.limits.detail import (
+    PermitHolder as PermitHolder,
+)
+from commandbus.flow.limits.inspect import (
+    ControlAction as ControlAction,
+)
 from commandbus.flow.limits.inspect import (
     Estimate as Estimate,
 )

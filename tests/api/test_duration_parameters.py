@@ -89,6 +89,7 @@ RECORDS = {
         "Ledger",
         "LedgerInterval",
         "LimitInfo",
+        *("InLimitLine", "LimitBackoff", "LimitDetail", "PermitHolder"),
     ),
     *("LiveStack", "PlanRecord", "ScheduleRecord", "SlotInfo", "UnhandledType", "WorkerInfo", "WorkerSlots"),
 }

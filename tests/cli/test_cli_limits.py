@@ -111,7 +111,7 @@ def test_show_has_everything(full, bus):
     }.items():  # fmt: skip
         assert re.search(rf"^{name} +{value}$", text, re.MULTILINE), (name, text)
     assert '"concurrency": 1' in text.split("declared")[1].splitlines()[0]
-    assert re.search(r"^LEFT +HOLDER\n *1[12]\d?s +\S+-bus-", text, re.MULTILINE)
+    assert re.search(r"^LEFT +HOLDER.*\n *1[12]\d?s +\S+-bus-", text, re.MULTILINE)
     assert re.search(r"limit docai +SET +ann +they asked +\{\"tries\": 7\}", text)
     document = full("limits", "show", "docai", "--json").document
     assert document["actions"][0]["operator"] == "ann"

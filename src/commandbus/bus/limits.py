@@ -30,14 +30,17 @@ from commandbus.settings import Settings
 if TYPE_CHECKING:
     from commandbus.flow.commands import operate
     from commandbus.flow.limits import declare as limits
+    from commandbus.flow.limits import detail
     from commandbus.flow.limits import inspect as limit_inspect
     from commandbus.flow.limits import metrics as limit_metrics
     from commandbus.flow.limits.declare import LimitRow
+    from commandbus.flow.limits.detail import LimitDetail
     from commandbus.flow.limits.inspect import Estimate, LimitInfo
     from commandbus.limits import inspect_redis, make_client, with_block
     from commandbus.limits.client import LimitClient
     from commandbus.limits.with_block import Hold
 else:
+    detail = lazy("commandbus.flow.limits.detail")
     limit_metrics = lazy("commandbus.flow.limits.metrics")
     limit_inspect = lazy("commandbus.flow.limits.inspect")
     limits = lazy("commandbus.flow.limits.declare")
@@ -173,6 +176,10 @@ class LimitMethods(_LimitOperations):
         except UnknownLimitError:
             return None
 
+    def limit_detail(self, name: str) -> LimitDetail:
+        """Returns one limit with the holders of its permits, the first 100 in its line, and its last back-offs."""
+        return self.run(detail.limit_detail(self._describe(name)))
+
     def _describe(self, name: str) -> LimitInfo:
         row, waiting = self.run(limit_inspect.get_waiting(name))
         return limit_inspect.describe(row, self._look(row)[name], waiting)
@@ -266,6 +273,10 @@ class AsyncLimitMethods(_LimitOperations):
             return await self._describe(name)
         except UnknownLimitError:
             return None
+
+    async def limit_detail(self, name: str) -> LimitDetail:
+        """Returns one limit with the holders of its permits, the first 100 in its line, and its last back-offs."""
+        return await self.run(detail.limit_detail(await self._describe(name)))
 
     async def _describe(self, name: str) -> LimitInfo:
         row, waiting = await self.run(limit_inspect.get_waiting(name))

@@ -11,14 +11,16 @@ from commandbus.cli.parameters import DURATION, AnyType, operator_options
 from commandbus.cli.render import age, moment, print_fields, print_table, say, say_heading
 from commandbus.cli.session import CliSession, ListingGroup
 from commandbus.cli.table import columns
-from commandbus.errors import ConfigurationError, UnknownLimitError
+from commandbus.errors import ConfigurationError
 from commandbus.flow.commands.known_types import doubt_limit
+from commandbus.flow.limits.detail import InLimitLine, LimitDetail, PermitHolder
 from commandbus.flow.limits.inspect import ControlAction, Estimate, LimitInfo, list_actions
 from commandbus.model.counting import counted
 from commandbus.model.durations import format_seconds, roughly
 from commandbus.model.limit import PERMIT_OPTIONS
 
 ACTIONS = 10
+SHOWN = 10
 HOW_TO = (
     "there are no limits. Declare one in commandbus.toml ([limits.docai] concurrency = 5), at a handler "
     '(limits=[Limit("docai", concurrency=5)]), or here: `commandbus limits set docai --concurrency 5 --rate 120/m`'
@@ -72,12 +74,16 @@ def limits(ctx: click.Context) -> None:
 def show(session: CliSession, name: str, actions: int) -> None:
     """Show one limit: what it allows and who said so, who holds its permits, and its last changes."""
     with session.bus() as bus:
-        estimate, info = bus.estimate(name), bus.get_limit(name)
-        if info is None:
-            raise UnknownLimitError(name)
+        estimate, detail = bus.estimate(name), bus.limit_detail(name)
         done = bus.run(list_actions(name, limit=actions))
-    document = _document(info) | {"estimate": estimate, "actions": done}
-    session.answer(document, lambda: _print_one(info, estimate, done))
+    document = _document(detail.limit) | {
+        "estimate": estimate,
+        "actions": done,
+        "permits": detail.holders,
+        "line": detail.line,
+        "backoffs": detail.backoffs,
+    }
+    session.answer(document, lambda: _print_one(detail, estimate, done))
 
 
 @limits.command("set")
@@ -179,7 +185,8 @@ def _print(found: list[LimitInfo], undeclared: list[str]) -> None:
         say(f"in the settings, but not declared yet (a starting worker declares them): {', '.join(undeclared)}")
 
 
-def _print_one(info: LimitInfo, estimate: Estimate, done: list[ControlAction]) -> None:
+def _print_one(detail: LimitDetail, estimate: Estimate, done: list[ControlAction]) -> None:
+    info = detail.limit
     print_fields(
         {
             "limit": info.name,
@@ -208,9 +215,7 @@ def _print_one(info: LimitInfo, estimate: Estimate, done: list[ControlAction]) -
             "estimate": _estimated(estimate),
         }
     )
-    if info.holders:
-        say_heading("permits")
-        print_table(columns(":left =holder"), [(f"{left:.0f}s", token) for token, left in _sorted(info)])
+    _print_detail(detail)
     if done:
         say_heading("changes")
         print_table(
@@ -222,12 +227,36 @@ def _print_one(info: LimitInfo, estimate: Estimate, done: list[ControlAction]) -
         )
 
 
+def _print_detail(detail: LimitDetail) -> None:
+    if detail.holders:
+        say_heading("permits")
+        print_table(columns(":left =holder since? command?"), [_held(item) for item in detail.holders])
+    if detail.line:
+        say_heading("line")
+        print_table(columns(":ahead =who since :estimate +note?"), [_stands(item) for item in detail.line[:SHOWN]])
+    if detail.backoffs:
+        say_heading("back-offs")
+        print_table(
+            columns("at answer :step :for +reason"),
+            [
+                (moment(item.at), item.answer, item.step, age(item.seconds), item.reason)
+                for item in detail.backoffs[:SHOWN]
+            ],
+        )
+
+
+def _held(item: PermitHolder) -> tuple[object, ...]:
+    since = "-" if item.since is None else moment(item.since)
+    return f"{item.lease_seconds:.0f}s", item.holder, since, item.command_id or "-"
+
+
+def _stands(item: InLimitLine) -> tuple[object, ...]:
+    who, estimated = item.command_id or item.caller, "-" if item.seconds is None else age(item.seconds)
+    return item.ahead, who, moment(item.waits_since), estimated, item.note
+
+
 def _document(info: LimitInfo) -> dict[str, Any]:
     return {field.name: getattr(info, field.name) for field in fields(info)}
-
-
-def _sorted(info: LimitInfo) -> list[tuple[str, float]]:
-    return sorted(info.holders.items(), key=lambda item: (-item[1], item[0]))
 
 
 def _state(info: LimitInfo) -> str:

@@ -31,7 +31,8 @@ _SHARED = ("domain", "setting", "migration")
 _TABLES = (
     "command", "attempt", "tsq", "operator_action", "parked", "pause", "rejected_message", "undelivered_reply",
     "worker", "waiting", "batch", "batch_delta", "process", "process_step", "stray_reply", "limits", "breaker",
-    "control_action", "limit_client", "limit_mode", "audit_event", "schedule", "schedule_declaration",
+    "control_action", "limit_backoff", "limit_client", "limit_mode", "audit_event", "schedule",
+    "schedule_declaration",
     "unique_key", "key_limit", "key_override", "keyed", "type_rule", "effect",
     "checkpoint", "watch", "worker_slots", "worker_request", "minute_figure", "plan", "plan_command", *_SHARED,
 )  # fmt: skip
@@ -118,6 +119,7 @@ _LIMITER = [
         ("limits",),
     ),
     ("INSERT", ("control_action",)),  # its call may open the breaker of a limit
+    ("SELECT, INSERT, DELETE", ("limit_backoff",)),
     ("INSERT, DELETE", ("parked",)),  # it waits in line
     ("UPDATE (woken_at, token)", ("parked",)),
     ("INSERT, UPDATE, DELETE", ("limit_client",)),
@@ -135,6 +137,7 @@ _WORKER = [
     ("INSERT, DELETE", ("batch_delta", "rejected_message", "undelivered_reply", "stray_reply")),
     ("INSERT, UPDATE, DELETE", ("tsq", "parked", "waiting", "limit_client", "schedule", "schedule_declaration")),
     ("INSERT, UPDATE", ("limits", "limit_mode")),
+    ("INSERT, DELETE", ("limit_backoff",)),
     ("INSERT, UPDATE, DELETE", ("keyed", "type_rule")),
     ("INSERT, UPDATE", ("key_limit",)),
     ("DELETE", ("key_override",)),  # those that are over

@@ -37,6 +37,7 @@ def environment() -> Environment:
     )
     made.filters.update(
         time=time,
+        clock=clock,
         ago=ago,
         span=span,
         json=json_text,
@@ -69,6 +70,11 @@ def time(moment: datetime | None) -> Markup:
         return Markup("–")
     utc = moment.astimezone(UTC)
     return Markup('<time datetime="{}">{:%Y-%m-%d %H:%M:%S} UTC</time>').format(utc.isoformat(), utc)
+
+
+def clock(moment: datetime) -> str:
+    """A moment in UTC, for texts that the script cannot change (in SVG)."""
+    return f"{moment.astimezone(UTC):%Y-%m-%d %H:%M:%S}"
 
 
 def ago(moment: datetime | None) -> str:

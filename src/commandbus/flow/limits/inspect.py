@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from datetime import UTC, datetime
-from typing import Any
 
 from commandbus import sql
 from commandbus.errors import CommandNotFoundError
@@ -122,7 +121,7 @@ class ControlAction:
     action: str
     operator: str
     reason: str | None
-    details: Any
+    details: Json
     performed_at: datetime
 
 

@@ -186,6 +186,14 @@ def answer(
     else:
         after = after_unknown(before, token=token, has_begun=has_begun)
     yield _move(name, after, how, gone=[token] if gives and token is not None else [])
+    blocked = after.blocked_until(row.now)
+    if (
+        how.is_bad
+        and not after.breaker_forced
+        and blocked is not None
+        and blocked != before.blocked_until(row.now)
+    ):
+        yield _note_backoff(name, before, after, how, blocked - row.now)
     if after.breaker_open != before.breaker_open or (after.breaker_open and after.open_until != before.open_until):
         action = "OPEN" if after.breaker_open else "CLOSE"
         why = after.open_reason if after.breaker_open else "its probe went well"
@@ -194,6 +202,21 @@ def answer(
         yield tell(CLOSED + name)
     was_probe = token is not None and before.probe == token
     return Answered(row, after, was_probe, is_waived=was_probe and _fails_for_all(row, how))
+
+
+def _note_backoff(name: str, before: LimitState, after: LimitState, how: ApiAnswer, seconds: float) -> Statement:
+    opened = after.breaker_open and (not before.breaker_open or after.open_until != before.open_until)
+    return Statement(
+        sql.text("limits/note_backoff"),
+        {
+            "name": name,
+            "answer": how.value,
+            "step": after.step,
+            "seconds": seconds,
+            "breaker_open": opened,
+            "reason": after.open_reason if opened else after.reason,
+        },
+    )
 
 
 def _fails_for_all(row: LimitRow, how: ApiAnswer) -> bool:

@@ -555,6 +555,19 @@ CREATE TABLE commandbus.control_action (
 );
 CREATE INDEX control_action_subject ON commandbus.control_action (subject, id);
 
+-- Bad answers of APIs that blocked their limit: after each, nobody called for so many seconds. Of each limit the last 500 are kept.
+CREATE TABLE commandbus.limit_backoff (
+    id            bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
+    limit_name    text NOT NULL,
+    at            timestamptz NOT NULL DEFAULT clock_timestamp(),
+    answer        text NOT NULL,
+    step          integer NOT NULL,
+    seconds       float8 NOT NULL,
+    breaker_open  boolean NOT NULL,
+    reason        text
+);
+CREATE INDEX limit_backoff_limit ON commandbus.limit_backoff (limit_name, id);
+
 -- Programs that use limits kept in Redis, one row each: since when the program cannot reach Redis (null: it can), and what
 -- it holds of each limit: at most so many permits or, while Redis is unreachable, which tokens until when. The program
 -- writes its heartbeat here while it uses such limits.
@@ -1570,13 +1583,18 @@ BEGIN
          WHERE id IN (SELECT id FROM commandbus.control_action
                        WHERE performed_at < v_before AND v_domains IS NULL LIMIT p_bite)
         RETURNING 1
+    ), backoffs AS (
+        DELETE FROM commandbus.limit_backoff
+         WHERE id IN (SELECT id FROM commandbus.limit_backoff
+                       WHERE at < v_before AND v_domains IS NULL LIMIT p_bite)
+        RETURNING 1
     ), workers AS (
         DELETE FROM commandbus.worker
          WHERE heartbeat_at < v_beaten AND (v_domains IS NULL OR domains <@ v_domains)
         RETURNING 1
     )
     SELECT (SELECT count(*) FROM rejected) + (SELECT count(*) FROM undelivered) + (SELECT count(*) FROM strays)
-           + (SELECT count(*) FROM actions) + (SELECT count(*) FROM workers)
+           + (SELECT count(*) FROM actions) + (SELECT count(*) FROM backoffs) + (SELECT count(*) FROM workers)
       INTO v_count;
     RETURN v_count;
 END

@@ -5,8 +5,10 @@ from __future__ import annotations
 from fastapi import APIRouter
 
 from commandbus.flow.breakers.operate import BreakerInfo
+from commandbus.flow.limits.detail import LimitDetail
 from commandbus.flow.limits.inspect import LimitInfo
 from commandbus.flow.schedules.operate import ScheduleRecord
+from commandbus.web.api.parameters import Name
 from commandbus.web.console import Console
 
 
@@ -18,6 +20,11 @@ def add_routes(router: APIRouter, console: Console) -> None:
     async def limits() -> list[LimitInfo]:
         """All limits."""
         return (await bus.limits()).items
+
+    @router.get("/limit")
+    async def limit(name: Name) -> LimitDetail:
+        """One limit: who holds its permits, who waits, and its last back-offs."""
+        return await bus.limit_detail(name)
 
     @router.get("/breakers")
     async def breakers() -> list[BreakerInfo]:
