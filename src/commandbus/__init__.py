@@ -52,10 +52,11 @@ _NAMES = {
     "commandbus.flow.commands.call": "CommandOutcome",
     "commandbus.flow.commands.history": "AttemptRecord StuckAttempt",
     "commandbus.flow.commands.inspect": """
-        CommandFilters CommandQuery DomainStatus RejectedMessage UndeliveredReply WorkerInfo
+        DomainStatus RejectedMessage UndeliveredReply WorkerInfo
     """,
     "commandbus.flow.commands.pause": "PauseInfo",
     "commandbus.flow.commands.prune": "PruneReport",
+    "commandbus.flow.commands.query": "CommandFilters CommandQuery",
     "commandbus.flow.commands.unhandled_types": "UnhandledType",
     "commandbus.flow.limits.detail": "InLimitLine LimitBackoff LimitDetail PermitHolder",
     "commandbus.flow.limits.inspect": "ControlAction Estimate LimitInfo",

@@ -241,12 +241,6 @@ from commandbus.flow.commands.history import (
     StuckAttempt as StuckAttempt,
 )
 from commandbus.flow.commands.inspect import (
-    CommandFilters as CommandFilters,
-)
-from commandbus.flow.commands.inspect import (
-    CommandQuery as CommandQuery,
-)
-from commandbus.flow.commands.inspect import (
     DomainStatus as DomainStatus,
 )
 from commandbus.flow.commands.inspect import (
@@ -263,6 +257,12 @@ from commandbus.flow.commands.pause import (
 )
 from commandbus.flow.commands.prune import (
     PruneReport as PruneReport,
+)
+from commandbus.flow.commands.query import (
+    CommandFilters as CommandFilters,
+)
+from commandbus.flow.commands.query import (
+    CommandQuery as CommandQuery,
 )
 from commandbus.flow.commands.unhandled_types import (
     UnhandledType as UnhandledType,

@@ -9,10 +9,11 @@ from __future__ import annotations
 from commandbus.bus import AsyncCommandBus, CommandBus, whoami
 from commandbus.bus.one_body import awaited, short
 from commandbus.bus.repositories.commands import AsyncCommandRepository, CommandRepository
-from commandbus.flow.commands import inspect, operate
+from commandbus.flow.commands import operate, tsq
 from commandbus.flow.commands.operate import OperatorAction, Selection
 from commandbus.flow.operation import then
 from commandbus.model import names, payload
+from commandbus.model.count import Count
 from commandbus.model.json_values import JsonValue
 
 
@@ -44,15 +45,16 @@ class TroubleshootingQueue:
     def count(
         self, domain: str | None = None, command_type: str | None = None, *, error_code: str | None = None
     ) -> int:
-        """How many commands need a person."""
-        found = inspect.count_tsq(domain=domain, command_type=command_type, error_code=error_code)
+        """How many commands need a person, exactly. With a hundred thousand of them this takes a while."""
+        found = tsq.count_tsq(domain=domain, command_type=command_type, error_code=error_code, most=None)
         return self._bus.run(then(found, lambda counts: sum(counts.values())))
 
     def count_by_type(
         self, domain: str | None = None, command_type: str | None = None, *, error_code: str | None = None
-    ) -> dict[tuple[str, str], int]:
-        """How many commands need a person, by (domain, command_type)."""
-        return self._bus.run(inspect.count_tsq(domain=domain, command_type=command_type, error_code=error_code))
+    ) -> dict[tuple[str, str], Count]:
+        """How many commands need a person, by (domain, command_type). Of each type, up to 10,000 are counted: a
+        `Count` that `is_capped` is shown as "10,000+"."""
+        return self._bus.run(tsq.count_tsq(domain=domain, command_type=command_type, error_code=error_code))
 
     def retry_all(
         self,

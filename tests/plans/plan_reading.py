@@ -166,3 +166,16 @@ def _nodes(node: dict[str, Any]) -> Iterator[dict[str, Any]]:
     yield node
     for child in node.get("Plans", ()):
         yield from _nodes(child)
+
+
+def plans_of(conn: psycopg.Connection[Any], operation: Operation[Any], *, generic: bool) -> tuple[Any, list[Plan]]:
+    """Run an operation to its end: its result, and the plans of all its statements."""
+    plans: list[Plan] = []
+    steps = operation.steps
+    try:
+        statement = next(steps)
+        while True:
+            plans.append(explain(conn, statement, generic=generic))
+            statement = steps.send(conn.execute(statement.sql, statement.params).fetchall())
+    except StopIteration as end:
+        return end.value, plans

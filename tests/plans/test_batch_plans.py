@@ -23,8 +23,8 @@ from commandbus.flow.batches.fold_and_complete import fold
 from commandbus.flow.batches.operate import Canceling, cancel_bite, leftovers
 from commandbus.flow.commands import operate
 from commandbus.flow.commands.claim import claim
-from commandbus.flow.commands.inspect import query_commands
 from commandbus.flow.commands.prune import Retention, prune_groups
+from commandbus.flow.commands.query import query_commands
 from commandbus.flow.commands.settle import settle
 from commandbus.flow.operation import Operation, Statement
 from commandbus.worker.execution.attempt import Attempt

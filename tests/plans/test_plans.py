@@ -13,16 +13,17 @@ from commandbus.db.drivers import run
 from commandbus.flow.commands.claim import Claim, claim, next_due
 from commandbus.flow.commands.expire import BEGINNING, due_to_expire, expire
 from commandbus.flow.commands.history import list_stuck
-from commandbus.flow.commands.inspect import CommandQuery, list_tsq, query_commands
 from commandbus.flow.commands.operate import cancel, operator_action, set_priority
+from commandbus.flow.commands.query import CommandQuery, query_commands
 from commandbus.flow.commands.renew import pending_cancels, renew
 from commandbus.flow.commands.send import prepare
 from commandbus.flow.commands.send_unique import send_unique
 from commandbus.flow.commands.settle import settle
+from commandbus.flow.commands.tsq import list_tsq
 from commandbus.flow.keys.operate import list_lines
 from commandbus.flow.keys.positions import positions
 from commandbus.flow.keys.release import KEYS, LineKey, ended, find_new, release
-from commandbus.model.command import CommandStatus, NewCommand
+from commandbus.model.command import NewCommand
 from commandbus.model.outcome import Failure, Judgement, Verdict
 from commandbus.model.priority import HIGH, LOW
 from commandbus.model.unique_key import OnConflict, UniqueRule
@@ -211,55 +212,11 @@ ANALYSED = pytest.mark.parametrize("statistics", ["known"], indirect=True)
 
 
 @ANALYSED
-@pytest.mark.parametrize(
-    "query",
-    [
-        CommandQuery(),
-        CommandQuery(domain="history"),
-        CommandQuery(domain="history", command_type="work"),
-        CommandQuery(status=CommandStatus.COMPLETED),
-    ],
-    ids=["all", "domain", "type", "status"],
-)
-def test_the_first_page_of_commands(conn: Conn, query: CommandQuery) -> None:
-    """Newest first, from where `history` ends."""
-    before = conn.execute("SELECT max(id) + 1 FROM commandbus.command WHERE domain = 'history'").fetchone()
-    assert before is not None
-    statement = first_statement(query_commands(query, limit=50, cursor=str(before[0])))
-    plan = explain(conn, statement, generic=False)
-    assert plan.rows == 51
-    assert plan.kinds("command") <= {"Index Scan"}, plan
-    assert plan.visited("command") <= 60, plan
-    assert plan.buffers < 400, plan
-
-
-@ANALYSED
 def test_the_very_first_page_of_commands(conn: Conn) -> None:
     plan = explain(conn, first_statement(query_commands(CommandQuery(), limit=50)), generic=False)
     assert plan.rows == 51
     assert plan.kinds("command") <= {"Index Scan"}, plan
     assert plan.visited("command") == 51, plan
-
-
-@ANALYSED
-@pytest.mark.parametrize(
-    ("query", "limit"),
-    [
-        (CommandQuery(domain="history", command_id="history-17"), 1),
-        (CommandQuery(), 50),
-        (CommandQuery(domain="history", status=CommandStatus.COMPLETED), 50),
-    ],
-    ids=["one", "all", "filtered"],
-)
-def test_no_generic_plan_is_ever_chosen(crowded: str, statistics: str, query: CommandQuery, limit: int) -> None:
-    """It could use no index here. Our connections prepare statements; the server must keep to custom plans."""
-    with psycopg.connect(crowded, prepare_threshold=2) as conn:
-        for _ in range(20):
-            assert run(conn, query_commands(query, limit=limit)).items
-        plans = conn.execute(
-            "SELECT generic_plans, custom_plans FROM pg_prepared_statements WHERE statement LIKE '%A page of%'"
-        ).fetchall()
-    assert [generic for generic, _ in plans] == [0]
 
 
 @ANALYSED

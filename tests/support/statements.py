@@ -15,10 +15,11 @@ from typing import NamedTuple
 import commandbus
 from commandbus import sql
 from commandbus.flow.batches import create as batch
-from commandbus.flow.commands import claim, inspect, send
+from commandbus.flow.commands import claim, query, query_filters, query_sources, send
 from commandbus.flow.commands import database_session as session
 from commandbus.flow.commands import unhandled_types as unhandled
 from commandbus.flow.queues import messages
+from commandbus.model.command import CommandStatus
 
 PACKAGE = Path(commandbus.__file__).parent
 DOMAIN = "orders"
@@ -46,7 +47,15 @@ _LOCKING = {
     "limits/rows": "FOR NO KEY UPDATE OF l",
     "plans/query": "FOR UPDATE",
 }
-_ORDER = {"limits/next": "(%(vain)s::jsonb ->> p.command::text)::integer, p.since, p.command, p.seq"}
+_ORDER = {
+    "limits/next": "(%(vain)s::jsonb ->> p.command::text)::integer, p.since, p.command, p.seq",
+    "commands/find_troubled": "t.command DESC",
+    "commands/list_tsq": "t.command",
+}
+_RANGE = {
+    "commands/find_troubled": "t.command < %(before_id)s::bigint",
+    "commands/list_tsq": "t.command > %(after_id)s::bigint",
+}
 _CHOSEN = {
     "limits/next": "NOT (%(vain)s::jsonb ? p.command::text)",
     "plans/changes": sql.part("plans/chosen"),
@@ -97,9 +106,13 @@ def _in_files() -> Iterator[Found]:
         if not name.startswith("migrations/") and name not in _PARTS_ONLY:
             parts = {
                 "locking": _LOCKING.get(name, "SKIP LOCKED"),
-                "order": _ORDER.get(name, inspect._MEMBERS["order"]),
+                "order": _ORDER.get(name, query._BY_BATCH.order),
                 "chosen": _CHOSEN.get(name, "true"),
-                "of_batch": inspect._MEMBERS["of_batch"],
+                "range": _RANGE.get(name, query._BY_BATCH.range),
+                "filters": "".join(query_filters._FILTERS.values()) + query_filters._AT_PATH.replace("{n}", "0"),
+                "verdicts": query_sources._ENDS[CommandStatus.CANCELED][0],
+                "matches": "true",
+                "kinds": "pg_catalog.unnest(%(types)s::text[]) AS kind (name)",
                 "claimable": sql.part("limits/claimable"),
                 "fence": sql.part("effects/fence"),
                 "groups": sql.part(

@@ -7,7 +7,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from commandbus.errors import InvalidCommandError
-from commandbus.flow.commands.inspect import CommandQuery
+from commandbus.flow.commands.query import CommandQuery
 from commandbus.web.search import read_search
 
 NOW = datetime(2026, 3, 1, 12, tzinfo=UTC)

@@ -95,7 +95,13 @@ class CliSession:
 
     def say_more(self, page: Page[Any]) -> None:
         """Print how to get the next page, if there is one; with --json on stderr."""
-        if page.next_cursor is not None:
+        if page.is_partial:
+            say(
+                f"this is not all: the search has looked at as many as it may at once; "
+                f"to continue, add --cursor {shlex.quote(page.next_cursor or '')}",
+                is_error=self.as_json,
+            )
+        elif page.next_cursor is not None:
             say(f"more: add --cursor {shlex.quote(page.next_cursor)}", is_error=self.as_json)
 
     def warn(self, sentence: str | None) -> None:

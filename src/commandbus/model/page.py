@@ -17,11 +17,13 @@ MAX_ID = 2**63 - 1
 class Page(Generic[T]):
     """Items in order. If `has_more`, the same method with `cursor=page.next_cursor` returns the next page.
 
-    A method without `limit` and `cursor` returns everything in one page.
+    A method without `limit` and `cursor` returns everything in one page. If a page `is_partial`, the search has
+    looked at as many rows as one call may, and has not reached the end: even an empty page may have a next one.
     """
 
     items: list[T]
     next_cursor: str | None = None
+    is_partial: bool = False
 
     @property
     def has_more(self) -> bool:

@@ -12,7 +12,7 @@ from datetime import datetime, timedelta
 from typing import Final
 
 from commandbus.errors import InvalidCommandError
-from commandbus.flow.commands.inspect import CommandQuery
+from commandbus.flow.commands.query import CommandQuery
 from commandbus.model.command import CommandStatus
 from commandbus.model.durations import parse_seconds
 

@@ -29,10 +29,12 @@ from commandbus.model.page import Page
 from commandbus.model.priority import Priority
 
 if TYPE_CHECKING:
-    from commandbus.flow.commands import call, history, inspect, ledger, lookup, operate
+    from commandbus.flow.commands import call, history, inspect, ledger, lookup, operate, tsq
+    from commandbus.flow.commands import query as queries
     from commandbus.flow.commands.call import CommandOutcome
     from commandbus.flow.commands.history import AttemptRecord, StuckAttempt
-    from commandbus.flow.commands.inspect import CommandFilters, CommandQuery, RejectedMessage, UndeliveredReply
+    from commandbus.flow.commands.inspect import RejectedMessage, UndeliveredReply
+    from commandbus.flow.commands.query import CommandFilters, CommandQuery
     from commandbus.flow.effects import inspect as effects
     from commandbus.flow.effects import operate as effect_actions
 else:
@@ -42,6 +44,8 @@ else:
     ledger = lazy("commandbus.flow.commands.ledger")
     lookup = lazy("commandbus.flow.commands.lookup")
     operate = lazy("commandbus.flow.commands.operate")
+    queries = lazy("commandbus.flow.commands.query")
+    tsq = lazy("commandbus.flow.commands.tsq")
     effects = lazy("commandbus.flow.effects.inspect")
     effect_actions = lazy("commandbus.flow.effects.operate")
 
@@ -176,9 +180,12 @@ class CommandRepository(Repository):
         **filters: Unpack[CommandFilters],
     ) -> Page[CommandRecord]:
         """A page of the commands that match `query`, or these filters, newest first; the next begins at
-        `cursor=page.next_cursor`."""
-        wanted = query if query is not None else inspect.CommandQuery(**filters)
-        return self._bus.run(inspect.query_commands(wanted, limit=limit, cursor=cursor), conn)
+        `cursor=page.next_cursor`.
+
+        One call looks at a bounded number of commands. If the page `is_partial`, there may be more that match: its
+        cursor goes on from there."""
+        wanted = query if query is not None else queries.CommandQuery(**filters)
+        return self._bus.run(queries.query_commands(wanted, limit=limit, cursor=cursor), conn)
 
     def list_by_status(
         self,
@@ -261,7 +268,7 @@ class CommandRepository(Repository):
         conn: object = None,
     ) -> Page[TsqEntry]:
         """Returns a page of the commands that need a person, the oldest first."""
-        operation = inspect.list_tsq(
+        operation = tsq.list_tsq(
             domain=domain, command_type=command_type, error_code=error_code, limit=limit, cursor=cursor
         )
         return self._bus.run(operation, conn)

@@ -15,7 +15,7 @@ from psycopg import errors as pg
 
 from commandbus import sql
 from commandbus.errors import InvalidCommandError
-from commandbus.flow.commands.inspect import no_queue
+from commandbus.flow.commands.domains import no_queue
 from commandbus.flow.operation import Row, Statement, Steps, operation
 from commandbus.model import names
 from commandbus.model.batch import MOST_LOOKED_AT, BatchPace, BatchRecord, BatchStatus, Waits, eta, rate_now

@@ -1,71 +1,36 @@
-"""What is known about commands, domains, workers and the troubleshooting queue. Reads only, locks nothing."""
+"""What is known about domains, workers, what was set aside, and a command's trail. Reads only, locks nothing."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import field, replace
 from datetime import datetime
-from typing import Any, TypedDict
+from typing import Any
 
 from psycopg import errors as pg
 
 from commandbus import sql
-from commandbus.errors import CommandBusError, InvalidCommandError, UnknownDomainError
-from commandbus.flow.commands.records import complete, queue_rows
-from commandbus.flow.commands.unhandled_types import MOST_COUNTED, UnhandledType, unhandled_types
-from commandbus.flow.operation import Statement, Steps, no_schema, operation
+from commandbus.flow.commands.domains import all_domains, no_queue
+from commandbus.flow.commands.records import queue_rows
+from commandbus.flow.commands.unhandled_types import UnhandledType, unhandled_types
+from commandbus.flow.operation import Row, Statement, Steps, operation
 from commandbus.model import names
-from commandbus.model import priority as priorities
-from commandbus.model.command import AuditEntry, AuditEvent, CommandRecord, CommandStatus, TsqEntry
+from commandbus.model.command import AuditEntry, AuditEvent
+from commandbus.model.count import MOST_COUNTED, Count, capped, is_capped
 from commandbus.model.json_values import Json
-from commandbus.model.page import MAX_ID, Page, cut, id_of
+from commandbus.model.page import Page, cut, id_of
 from commandbus.model.payload import loads_or_none
-from commandbus.model.priority import Priority
 from commandbus.quick_dataclass import dataclass
 
 WORKER_ALIVE_SECONDS = 15.0
 _EVENTS: Mapping[str, AuditEvent] = {event.value: event for event in AuditEvent}
-_ALL = {"of_batch": "", "order": "c.id DESC"}
-# In the order of command_batch. With an order by id alone, the planner would walk over all commands by their key.
-_MEMBERS = {
-    "of_batch": "AND c.batch >= %(batch)s AND (c.batch, c.id) < (%(batch)s, COALESCE(%(before_id)s, %(last)s))",
-    "order": "c.batch DESC, c.id DESC",
-}
-
-
-@dataclass(frozen=True, slots=True)
-class CommandQuery:
-    """Filters of query_commands; those that are given must all hold. A `batch_id` needs its domain."""
-
-    domain: str | None = None
-    command_type: str | None = None
-    status: CommandStatus | str | None = None
-    command_id: str | None = None
-    correlation_id: str | None = None
-    created_after: datetime | None = None
-    created_before: datetime | None = None
-    batch_id: str | None = None
-    priority: Priority | None = None
-
-
-class CommandFilters(TypedDict, total=False):
-    """The same filters, each by its name."""
-
-    domain: str | None
-    command_type: str | None
-    status: CommandStatus | str | None
-    command_id: str | None
-    correlation_id: str | None
-    created_after: datetime | None
-    created_before: datetime | None
-    batch_id: str | None
-    priority: Priority | None
 
 
 @dataclass(frozen=True, slots=True)
 class DomainStatus:
     """The counts of one domain; `oldest_seconds` is the age of the oldest command that could run now.
 
+    A count goes no further than 10,000. It is then a `Count`, shown as "10,000+", and `capped` has its name.
     `ready_high` and `ready_low` say how many of the `ready` ones have high or low priority.
     `unhandled` are the command types whose commands are parked until a worker with a handler for them starts.
     """
@@ -84,6 +49,7 @@ class DomainStatus:
     ready_high: int = 0
     ready_low: int = 0
     unhandled: list[UnhandledType] = field(default_factory=list)
+    capped: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,52 +108,6 @@ class UndeliveredReply:
 
 
 @operation(atomic=False)
-def query_commands(query: CommandQuery, *, limit: int, cursor: str | None = None) -> Steps[Page[CommandRecord]]:
-    """A page of commands that match."""
-    names.check_count(limit, "limit")
-    status = _status(query.status)
-    params: dict[str, Any] = _filters(query.domain, query.command_type) | {
-        "command_id": None if query.command_id is None else names.to_id(query.command_id),
-        "correlation_id": None
-        if query.correlation_id is None
-        else names.to_id(query.correlation_id, "correlation_id"),
-        "status": status,
-        "priority": priorities.to_number(query.priority, InvalidCommandError),
-        "created_after": _instant(query.created_after, "created_after"),
-        "created_before": _instant(query.created_before, "created_before"),
-        "batch": None,
-        "last": MAX_ID,
-        "ids": None,
-        "not_ids": None,
-        "before_id": id_of(cursor),
-        "limit": limit + 1,
-    }
-    if query.batch_id is not None:
-        params["batch"] = yield from _batch(query.domain, query.batch_id)
-        if params["batch"] is None:
-            return Page([])
-    if status in (CommandStatus.PENDING, CommandStatus.IN_PROGRESS):
-        held_now = yield from held(query.domain)
-        running = status is CommandStatus.IN_PROGRESS
-        params |= {"status": "PENDING", "ids" if running else "not_ids": held_now}
-    parts = _ALL if params["batch"] is None else _MEMBERS
-    rows = yield Statement(sql.text("commands/query_commands", **parts), params)
-    items = yield from complete(rows[:limit])
-    return Page(items, str(items[-1].id) if len(rows) > limit else None)
-
-
-def records(ids: Sequence[int]) -> Steps[list[CommandRecord]]:
-    """What is known of the commands with these internal ids, newest first."""
-    unfiltered = (
-        "domain", "command_type", "command_id", "correlation_id", "status", "priority", "created_after",
-        "created_before", "not_ids", "before_id",
-    )  # fmt: skip
-    params = dict.fromkeys(unfiltered) | {"ids": list(ids), "limit": len(ids)}
-    rows = yield Statement(sql.text("commands/query_commands", **_ALL), params)
-    return (yield from complete(rows))
-
-
-@operation(atomic=False)
 def get_audit_trail(domain: str, command_id: str) -> Steps[list[AuditEntry]]:
     """Every event of a command in order; empty if there is no such command."""
     names.check_domain(domain)
@@ -209,19 +129,48 @@ def get_audit_trail(domain: str, command_id: str) -> Steps[list[AuditEntry]]:
 def domain_status(domains: Sequence[str] | None = None) -> Steps[list[DomainStatus]]:
     """The figures of these domains (None: all)."""
     if domains is None:
-        domains = yield from _all_domains()
+        domains = yield from all_domains()
     found = []
     for domain in domains:
         try:
             rows = yield Statement(
                 sql.text("commands/domain_status", domain=domain),
-                {"domain": domain, "alive": WORKER_ALIVE_SECONDS},
+                {"domain": domain, "alive": WORKER_ALIVE_SECONDS, "most": MOST_COUNTED + 1},
             )
         except pg.UndefinedTable:
             raise (yield from no_queue(domain)) from None
-        found.append(DomainStatus(domain, *rows[0]))
+        found.append(_domain_status(domain, rows[0]))
     waiting = yield from unhandled_types([item.domain for item in found if item.parked], most=MOST_COUNTED)
     return [replace(item, unhandled=[kind for kind in waiting if kind.domain == item.domain]) for item in found]
+
+
+def _domain_status(domain: str, row: Row) -> DomainStatus:
+    """A row of commands/domain_status.sql. If it has not seen all that is due, or all that is not, what it counted
+    there is the least number."""
+    due, later, ready, high, low, held_due, held_later, delayed, parked, keyed, in_tsq, rejected, *rest = row
+    oldest, rate, is_paused, paused_types = rest
+    is_due_cut, is_later_cut = due > MOST_COUNTED, later > MOST_COUNTED
+    counts = {
+        "ready": _least(ready, is_due_cut),
+        "delayed": _least(delayed, is_later_cut),
+        "running": _least(held_due + held_later, is_due_cut or is_later_cut),
+        "parked": capped(parked + keyed),
+        "in_tsq": capped(in_tsq),
+        "rejected": capped(rejected),
+        "ready_high": _least(high, is_due_cut),
+        "ready_low": _least(low, is_due_cut),
+    }
+    return DomainStatus(
+        domain=domain, ready=counts["ready"], delayed=counts["delayed"], running=counts["running"],
+        parked=counts["parked"], in_tsq=counts["in_tsq"], oldest_seconds=oldest, settled_per_second=rate,
+        is_paused=is_paused, paused_types=paused_types, rejected=counts["rejected"],
+        ready_high=counts["ready_high"], ready_low=counts["ready_low"],
+        capped=[name for name, count in counts.items() if is_capped(count)],
+    )  # fmt: skip
+
+
+def _least(count: int, is_cut: bool) -> Count:  # noqa: FBT001 - the second of two
+    return Count(min(count, MOST_COUNTED), is_capped=is_cut)
 
 
 @operation(atomic=False)
@@ -237,36 +186,6 @@ def list_workers() -> Steps[list[WorkerInfo]]:
         {"alive": WORKER_ALIVE_SECONDS},
     )
     return [WorkerInfo(*(*head, loads_or_none(health), types)) for *head, health, types in rows]
-
-
-@operation(atomic=False)
-def list_tsq(
-    *,
-    domain: str | None,
-    command_type: str | None,
-    error_code: str | None,
-    limit: int,
-    cursor: str | None = None,
-) -> Steps[Page[TsqEntry]]:
-    """Commands that need a person. Those that entered the troubleshooting queue first come first."""
-    rows = yield Statement(
-        sql.text("commands/list_tsq"),
-        _filters(domain, command_type, error_code)
-        | {
-            "limit": names.check_count(limit, "limit") + 1,
-            "after_id": id_of(cursor) or 0,
-        },
-    )
-    return cut([TsqEntry(*(*head, loads_or_none(data))) for *head, data in rows], limit, lambda entry: entry.id)
-
-
-@operation(atomic=False)
-def count_tsq(
-    *, domain: str | None, command_type: str | None, error_code: str | None
-) -> Steps[dict[tuple[str, str], int]]:
-    """How many need a person, by (domain, command_type)."""
-    rows = yield Statement(sql.text("commands/count_tsq"), _filters(domain, command_type, error_code))
-    return {(of_domain, of_type): count for of_domain, of_type, count in rows}
 
 
 @operation(atomic=False)
@@ -302,29 +221,6 @@ def list_undelivered(*, limit: int, cursor: str | None = None) -> Steps[Page[Und
     return cut(found, limit, lambda item: item.id)
 
 
-def _batch(domain: str | None, batch_id: object) -> Steps[int | None]:
-    if domain is None:
-        raise InvalidCommandError(f"batch_id {names.shown(batch_id)} needs its domain: it is unique within one")
-    rows = yield Statement(
-        b"SELECT id FROM commandbus.batch WHERE domain = %(domain)s AND batch_id = %(batch_id)s",
-        {"domain": domain, "batch_id": names.to_id(batch_id, "batch_id")},
-    )
-    return rows[0][0] if rows else None
-
-
-def held(domain: str | None) -> Steps[list[int]]:
-    """The ids of commands that a worker holds."""
-    domains = [domain] if domain is not None else (yield from _all_domains())
-    found: list[int] = []
-    for name in domains:
-        try:
-            rows = yield Statement(sql.text("commands/held_commands", domain=name), {"domain": name})
-        except pg.UndefinedTable:
-            raise (yield from no_queue(name)) from None
-        found += [id_ for (id_,) in rows]
-    return found
-
-
 def _with_current(trail: list[AuditEntry], current: list[AuditEntry]) -> list[AuditEntry]:
     """Put a running attempt last, but before requests to cancel it, and before what its handler has reported."""
     running = {entry.attempt for entry in current}
@@ -354,20 +250,6 @@ def _current(domain: str, command_id: str) -> Steps[list[AuditEntry]]:
     ]
 
 
-def _all_domains() -> Steps[list[str]]:
-    rows = yield Statement(b"SELECT name FROM commandbus.domain ORDER BY name")
-    return [name for (name,) in rows]
-
-
-def no_queue(domain: str) -> Steps[CommandBusError]:
-    """A queue is missing. Find out whether the domain does not exist, or commandbus was never migrated."""
-    try:
-        rows = yield Statement(b"SELECT pg_catalog.to_regclass('commandbus.domain') IS NULL")
-    except pg.InFailedSqlTransaction:  # a lent pool whose connections are not in autocommit mode
-        return UnknownDomainError(domain)
-    return no_schema() if rows[0][0] else UnknownDomainError(domain)
-
-
 def _whole(preview: str | None) -> Any:
     """The document, if this beginning of its text is all of it; otherwise None."""
     try:
@@ -382,30 +264,6 @@ def _foreign(text: str | None) -> Any:
         return loads_or_none(text)
     except (ValueError, RecursionError):
         return text
-
-
-def _filters(domain: str | None, command_type: str | None, error_code: object = None) -> dict[str, Any]:
-    """The filters that commands and the troubleshooting queue have in common, checked."""
-    return {
-        "domain": None if domain is None else names.check_domain(domain),
-        "command_type": None if command_type is None else names.check_type(command_type),
-        "error_code": None if error_code is None else names.check_id(error_code, "error_code"),
-    }
-
-
-def _status(value: object) -> CommandStatus | None:
-    if value is None or isinstance(value, CommandStatus):
-        return value
-    try:
-        return CommandStatus(value)  # type: ignore[arg-type]
-    except ValueError:
-        raise InvalidCommandError(f"status {names.shown(value)} is none of {', '.join(CommandStatus)}") from None
-
-
-def _instant(value: object, what: str) -> datetime | None:
-    if value is None or (isinstance(value, datetime) and value.tzinfo is not None):
-        return value
-    raise InvalidCommandError(f"{what} must be a datetime with a time zone, not {names.shown(value)}")
 
 
 def _details(text: str | None) -> dict[str, Any]:

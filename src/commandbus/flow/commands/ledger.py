@@ -8,7 +8,7 @@ from typing import Any, Final, NamedTuple
 from psycopg import errors as pg
 
 from commandbus import sql
-from commandbus.flow.commands.inspect import no_queue
+from commandbus.flow.commands.domains import no_queue
 from commandbus.flow.operation import Statement, Steps, operation
 from commandbus.model import names
 from commandbus.model.ledger import CommandHistory, CurrentAttempt, Ledger, PastAttempt, Span, ledger_of

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from commandbus import sql
-from commandbus.flow.commands.inspect import CommandQuery, held, query_commands, records
+from commandbus.flow.commands.query import CommandQuery, query_commands, records
+from commandbus.flow.commands.query_sources import held
 from commandbus.flow.operation import Row, Statement, Steps, operation
 from commandbus.model import names
 from commandbus.model.command import CommandRecord, CommandStatus

@@ -1,5 +1,6 @@
--- A page of commands, newest first, before a given id. Locks: none. Index: the key, backwards, filtering; or
--- command_domain_command_id_key where the domain is rare (the planner's choice); command_batch for a batch's members.
+-- A page of commands, newest first. The caller gives the condition and the order that suit the index which it means, and
+-- then the filters. No condition is one that might hold for all (`x IS NULL OR …`), so every plan can use that index.
+-- Locks: none. Index: command's key, command_domain_command_id_key, command_batch or command_correlation.
 SELECT c.id, c.domain, c.command_id, c.command_type, c.status::text, c.data::text, c.result::text, c.correlation_id,
        c.reply_to, c.headers::text, c.max_attempts, c.attempt, c.attempt_base, c.created_at, c.started_at,
        c.finished_at, c.worker, c.msg_id, a.error_type, a.error_code, a.error, c.timeout,
@@ -12,17 +13,6 @@ SELECT c.id, c.domain, c.command_id, c.command_type, c.status::text, c.data::tex
         WHERE command = c.id AND verdict NOT IN ('GIVEN_BACK', 'PARKED')
           AND c.status OPERATOR(pg_catalog.<>) 'COMPLETED'
         ORDER BY number DESC, finished_at DESC LIMIT 1) a ON true
- WHERE (%(domain)s::text IS NULL OR c.domain = %(domain)s)
-   AND (%(command_id)s::text IS NULL OR c.command_id = %(command_id)s)
-   AND (%(command_type)s::text IS NULL OR c.command_type = %(command_type)s)
-   AND (%(correlation_id)s::text IS NULL OR c.correlation_id = %(correlation_id)s)
-   AND (%(status)s::text IS NULL OR c.status::text = %(status)s)
-   AND (%(priority)s::smallint IS NULL OR COALESCE(c.priority, 0::smallint) = %(priority)s::smallint)
-   AND (%(created_after)s::timestamptz IS NULL OR c.created_at >= %(created_after)s)
-   AND (%(created_before)s::timestamptz IS NULL OR c.created_at < %(created_before)s)
-   AND (%(ids)s::bigint[] IS NULL OR c.id = ANY (%(ids)s::bigint[]))
-   AND (%(not_ids)s::bigint[] IS NULL OR c.id <> ALL (%(not_ids)s::bigint[]))
-   AND (%(before_id)s::bigint IS NULL OR c.id < %(before_id)s)
-   {of_batch}
- ORDER BY {order}
+ WHERE {range}
+{filters} ORDER BY {order}
  LIMIT %(limit)s

@@ -85,6 +85,7 @@ CREATE TABLE commandbus.command (
 CREATE INDEX command_batch ON commandbus.command (batch, id) WHERE batch IS NOT NULL;
 CREATE INDEX command_process ON commandbus.command (process, id) WHERE process IS NOT NULL;
 CREATE INDEX command_expires ON commandbus.command (expires_at, id) WHERE expires_at IS NOT NULL;
+CREATE INDEX command_correlation ON commandbus.command (correlation_id, id) WHERE correlation_id IS NOT NULL;
 
 -- Attempts that did not simply complete.
 --
@@ -128,6 +129,8 @@ CREATE TABLE commandbus.attempt (
     PRIMARY KEY (command, number, verdict)
 );
 CREATE INDEX attempt_stopped ON commandbus.attempt (finished_at) WHERE rung IS NOT NULL;
+CREATE INDEX attempt_ended ON commandbus.attempt (command)
+ WHERE verdict IN ('FAILED', 'BUSINESS_RULE', 'TIMED_OUT', 'CANCELED', 'EXPIRED');
 
 -- The troubleshooting queue: commands that need a person.
 CREATE TABLE commandbus.tsq (
@@ -156,6 +159,7 @@ CREATE TABLE commandbus.operator_action (
     priority      text
 );
 CREATE INDEX operator_action_command ON commandbus.operator_action (command);
+CREATE INDEX operator_action_canceled ON commandbus.operator_action (command) WHERE action = 'CANCEL';
 
 -- Events that applications write into a command's audit trail, one row each. `rank` is the event's position in the trail: within
 -- the attempt that ran when it was written, or after it.
@@ -234,6 +238,7 @@ CREATE TABLE commandbus.rejected_message (
     reason       text NOT NULL,
     rejected_at  timestamptz NOT NULL DEFAULT now()
 );
+CREATE INDEX rejected_domain ON commandbus.rejected_message (domain, id);
 
 -- Replies whose queue was gone when their command was settled.
 CREATE TABLE commandbus.undelivered_reply (

@@ -9,7 +9,7 @@ from fastapi.responses import RedirectResponse, Response
 
 from commandbus.bus import AsyncCommandBus
 from commandbus.errors import CommandNotFoundError
-from commandbus.flow.commands.inspect import CommandQuery
+from commandbus.flow.commands.query import CommandQuery
 from commandbus.web.console import Console
 from commandbus.web.ledger_chart import chart_of
 from commandbus.web.pages.page_route import PageRoutes

@@ -5,6 +5,7 @@ from __future__ import annotations
 from fastapi import Request
 from fastapi.responses import Response
 
+from commandbus.model.count import added
 from commandbus.troubleshooting import AsyncTroubleshootingQueue
 from commandbus.web.console import Console
 from commandbus.web.pages.page_route import PageRoutes
@@ -30,7 +31,7 @@ def routes(console: Console) -> PageRoutes:
         )
         counts = await queue.count_by_type(**wanted)
         return console.page(
-            request, "troubleshooting.html", page=page, counts=counts, total=sum(counts.values()), wanted=wanted
+            request, "troubleshooting.html", page=page, counts=counts, total=added(counts.values()), wanted=wanted
         )
 
     async def stuck(request: Request, cursor: str | None = None) -> Response:
