@@ -56,6 +56,11 @@ def exit_(command, ctx):
 def regex(command, ctx):
     re.match(r"(a+)+$", "a" * 40 + "b")
 
+@handlers.handler("orders", "freeze")
+def freeze(command, ctx):
+    """Lets no other thread run, without computing: this call keeps the GIL."""
+    ctypes.PyDLL(None).sleep(1000)
+
 @handlers.handler("orders", "sleep")
 def sleep(command, ctx):
     Path(command.command_id + ".started").write_text(str(os.getpid()))

@@ -35,7 +35,7 @@ def open_and_freeze(command, ctx):
         globals()[name] = own
     while not ready(url):
         time.sleep(0.01)
-    re.match(r"(a+)+$", "a" * 40 + "b")
+    freeze(command, ctx)
 
 def ready(url):
     with psycopg.connect(url, application_name="asks") as conn:

@@ -66,7 +66,7 @@ def test_sigterm_with_stuck_work_ends_in_time_and_says_so(
 
 def test_sigterm_ends_a_frozen_worker_too(supervise: Supervise, bus: CommandBus, db: Db) -> None:
     supervised = supervise(shutdown_timeout="4s", task_timeout="0", heartbeat_timeout="30s").until_ready()
-    bus.send("orders", "regex", command_id="a")
+    bus.send("orders", "freeze", command_id="a")
     until(lambda: status_of(bus, "a") is CommandStatus.IN_PROGRESS)
     stopwatch = Stopwatch()
     code, report = supervised.stop()
