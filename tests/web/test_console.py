@@ -163,6 +163,7 @@ def test_the_api_describes_itself_and_gives_what_the_pages_show(
     needed = {
         "/api/command",
         "/api/ledger",
+        "/api/limit",
         "/api/stack",
         "/api/batch",
         "/api/process",
