@@ -41,6 +41,7 @@ from commandbus import (
     TroubleshootingQueue,
     Worker,
 )
+from commandbus.cli.entry import COMMANDS
 from commandbus.model.payload_schema import schema_of
 from commandbus.settings import Settings, load_settings
 from support.consoles import served
@@ -110,6 +111,8 @@ def test_every_block_of_the_guide_is_run_by_a_test_here() -> None:
         "bus.plans.preview(",
         "commandbus plan preview",
         "create_console(",
+        "bus.watch_slots()",
+        "commandbus top  ",
         "health_router(worker)",
         "database_url =",
     )
@@ -178,6 +181,29 @@ def test_a_plan_is_previewed_started_and_stopped(
 def test_the_ledger_of_a_command(bus: CommandBus, capsys: pytest.CaptureFixture[str]) -> None:
     exec(block("python", "bus.get_ledger("), {"bus": bus})
     assert capsys.readouterr().out.startswith("delayed 20")
+
+
+def test_the_fleet_is_watched(bus: CommandBus, database: str, capsys: pytest.CaptureFixture[str]) -> None:
+    handlers, go_on = HandlerRegistry(), threading.Event()
+
+    @handlers.handler("orders", "ship")
+    def ship(_command: Any, _ctx: Any) -> None:
+        go_on.wait()
+
+    worker = Worker(handlers, database_url=database)
+    worker.start()
+    try:
+        bus.send("orders", "ship", {}, command_id="ship-17")
+        until(lambda: any(item.slots for item in bus.watch_slots()))
+        exec(block("python", "bus.watch_slots()"), {"bus": bus})
+    finally:
+        go_on.set()
+        worker.stop()
+    said = capsys.readouterr().out
+    assert f"{worker.id} RUNNING ship ship-17" in said
+    assert "StackFrame(file=" in said
+    for line in re.findall(r"^commandbus (.*?)(?: +#|$)", block("sh", "commandbus top  "), re.MULTILINE):
+        assert line.split()[0] in COMMANDS
 
 
 def test_the_console_is_mounted_in_an_application(bus: CommandBus, database: str) -> None:

@@ -11,7 +11,7 @@ from typing import Final
 
 from markupsafe import Markup, escape
 
-from commandbus.model.durations import roughly
+from commandbus.model.ledger_bar import how_long
 from commandbus.model.minute_figures import HourFigures, MinuteFigures
 from commandbus.model.safe_text import escaped
 
@@ -33,7 +33,7 @@ def ready(hour: HourFigures | None) -> Markup:
 
 def waits(hour: HourFigures | None) -> Markup:
     """How long 99 of 100 commands waited at most."""
-    return _chart(hour, "wait, 99%", lambda minute: minute.wait_p99, roughly)
+    return _chart(hour, "wait, 99%", lambda minute: minute.wait_p99, how_long)
 
 
 def _count(value: float) -> str:
