@@ -77,9 +77,9 @@ COMMANDS = {
     "rejected": ("rejected", "List messages that were not commands, newest first, with the reason."),
     "undelivered": ("undelivered", "List replies that could not be delivered, newest first, with the reason."),
     "console": ("console", "Run the web console: what needs a person, why, and the right button."),
-    "top": ("top", "Show what needs a person, domains and slots, full-screen and live."),
+    "top": ("top", "Show what needs a person, what waits and runs per domain, and what every slot runs; live."),
     "stack": ("stack", "Show where a running command is at this moment."),
-    "recycle": ("stack", "Have a worker replaced when what it runs has ended."),
+    "recycle": ("stack", "Have a worker replaced: it claims nothing more, and ends when what it runs has ended."),
     "prune": ("prune", "Delete finished commands, old archives and rejected messages."),
 }
 
