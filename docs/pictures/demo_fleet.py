@@ -5,7 +5,9 @@ commandbus worker demo_fleet:handlers
 
 from __future__ import annotations
 
+import itertools
 import random
+import threading
 import time
 
 from commandbus import (
@@ -76,7 +78,7 @@ def wait_for_scanner(name):
 
 @handlers.handler("billing", "invoice", timeout="5m")
 def invoice(command, ctx):
-    _work(1.0, 3.0)
+    _work(2.0, 9.0)
 
 
 @handlers.handler("billing", "month_end", timeout="10m")
@@ -94,6 +96,15 @@ for name in ("reserve", "release"):
 handlers.register("billing", "refund", lambda command, ctx: _work(0.02, 0.1))
 
 
+def send_on(bus: CommandBus, is_over: threading.Event) -> None:
+    """Orders come in, a few each second."""
+    for number in itertools.count(2001):
+        if is_over.wait(random.uniform(0.1, 0.4)):  # noqa: S311 - customers
+            return
+        bus.send("orders", "ship", {"order_no": number}, command_id=f"ship-{number}")
+        bus.send("billing", "charge", {"order_no": number, "amount": 20}, command_id=f"charge-{number}")
+
+
 def _work(least: float, most: float) -> None:
     time.sleep(random.uniform(least, most))  # noqa: S311 - a pretence of work
 
@@ -108,7 +119,7 @@ def send_a_day(bus: CommandBus) -> None:
             bus.send("billing", "charge", data, command_id=f"charge-{number}", correlation_id=f"order-{number}")
     pages = [NewCommand("read_page", {"scan": "contract.pdf", "page": page}) for page in range(1, 61)]
     bus.create_batch("documents", pages, batch_id="contract-88", name="contract.pdf")
-    invoices = [NewCommand("invoice", {"customer": f"C-{number}"}) for number in range(120)]
+    invoices = [NewCommand("invoice", {"customer": f"C-{number}"}) for number in range(400)]
     bus.create_batch("billing", invoices, batch_id="invoices-2026-11", name="Invoices of November")
     bus.send("documents", "import_scan", {"scanner": "floor-2"}, command_id="scan-floor-2")
     bus.send("billing", "month_end", {"month": "2026-10"}, command_id="month-end-2026-10")

@@ -1,6 +1,6 @@
 """The pictures of the console: Chromium looks at a real fleet, in light and dark. `./dev screenshots` makes them.
 
-A PostgreSQL, `commandbus worker`, `commandbus console` and the commands of `demo_fleet.py` run for half a minute.
+A PostgreSQL, `commandbus worker`, `commandbus console` and the commands of `demo_fleet.py` run for some minutes.
 What the pictures show has happened.
 """
 
@@ -12,14 +12,16 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import urlencode
 
-from demo_fleet import DOMAINS, send_a_day
+from demo_fleet import DOMAINS, send_a_day, send_on
 from playwright.sync_api import Browser, Page, sync_playwright
+from small_png import smaller
 
 from commandbus import CommandBus, embedded
 
@@ -42,7 +44,9 @@ def main() -> None:
     """Run the fleet, and take the pictures."""
     parser = argparse.ArgumentParser(prog="./dev screenshots", description=__doc__)
     parser.add_argument("--out", type=Path, default=HERE, help="the folder for the pictures")
-    target: Path = parser.parse_args().out
+    parser.add_argument("--seconds", type=float, default=150.0, help="how long the fleet runs before")
+    given = parser.parse_args()
+    target, seconds = given.out, given.seconds
     if not Path(CHROMIUM).exists():
         raise SystemExit(f"there is no {CHROMIUM}: apt-get install --no-install-recommends chromium")
     target.mkdir(exist_ok=True)
@@ -50,8 +54,9 @@ def main() -> None:
         Path(name).chmod(0o755)  # where root runs this, the server is another user's
         with embedded.start(Path(name) / "postgres") as server:
             prepare(server.dsn)
-            with worker(server.dsn), console(server.dsn) as address:
+            with worker(server.dsn), customers(server.dsn), console(server.dsn) as address:
                 wait_for_trouble(server.dsn)
+                time.sleep(seconds)
                 take(address, target)
 
 
@@ -92,6 +97,20 @@ def worker(url: str) -> Iterator[None]:
 
 
 @contextmanager
+def customers(url: str) -> Iterator[None]:
+    """Somebody who sends, so that the fleet has something to do."""
+    is_over = threading.Event()
+    with CommandBus(url) as bus:
+        sender = threading.Thread(target=send_on, args=(bus, is_over))
+        sender.start()
+        try:
+            yield
+        finally:
+            is_over.set()
+            sender.join()
+
+
+@contextmanager
 def console(url: str) -> Iterator[str]:
     """The console's address."""
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -117,13 +136,13 @@ def wait_for_trouble(url: str) -> None:
 
 
 def is_troubled(bus: CommandBus) -> bool:
-    """The scanner's attempt was given up, docai backs off, and the orders are shipped, or cannot be."""
+    """The scanner's attempt was given up, docai backs off, and some orders cannot be shipped."""
     scan, limit = bus.get_command("documents", "scan-floor-2"), bus.get_limit("docai")
     orders = next(item for item in bus.status() if item.domain == "orders")
     return bool(
         (scan and scan.status == "IN_TROUBLESHOOTING_QUEUE")
         and (limit and limit.state == "BACKING_OFF")
-        and not orders.ready
+        and orders.in_tsq
     )
 
 
@@ -165,8 +184,9 @@ def take_all(browser: Browser, address: str, scheme: str, target: Path) -> None:
 def shoot(page: Page, file: Path) -> None:
     """One picture. The page has a moment for what it loads by itself."""
     page.wait_for_timeout(4000 if page.locator("#live").count() else 500)
-    page.screenshot(path=file)
-    size = file.stat().st_size
+    picture = smaller(page.screenshot())
+    file.write_bytes(picture)
+    size = len(picture)
     if size > LARGEST_BYTES:
         raise SystemExit(f"{file.name} has {size} bytes; at most {LARGEST_BYTES} are allowed")
     print(f"{file} ({size // 1000} KB)")

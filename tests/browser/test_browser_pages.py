@@ -208,6 +208,7 @@ def test_without_its_script_the_console_finds_and_acts(browser: Browser, site: S
     page.locator("#search").press("Enter")
     page.wait_for_url("**/command?domain=orders&id=long")
     form = page.locator("form[action$='/actions/cancel-troubled']")
+    page.get_by_text("Cancel it, or complete it by hand").click()
     form.get_by_label("Reason").fill("<b>too long</b>")
     form.get_by_role("button").click()
     expect(page.locator("main")).to_contain_text("orders long is canceled")
