@@ -1,8 +1,8 @@
 """Makes a screenshot smaller: the same picture with at most 256 colors, and the strongest compression.
 
-A browser's screenshot is a PNG with 8 bits for each of red, green, blue (and alpha). A page of text has few colors,
-and very many shades of them at the edges of its letters. The 256 colors that cover most stay as they are; every
-other one becomes the nearest of them.
+A browser's screenshot is a PNG with 8 bits for each of red, green, blue (and alpha). A page of text has few
+colors, and very many shades of them at the edges of its letters. The 256 colors that cover most stay as they are.
+Every other one becomes the nearest of them.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from playwright.sync_api import Browser, ConsoleMessage, Page, Request, expect
 
 from browser.conftest import MARKS, Site
 from browser.fleet import HOSTILE_ID
+from support.waiting import until
 
 pytestmark = MARKS
 
@@ -22,7 +23,9 @@ ADDRESSES = {
         {"domain": "orders", "id": id_}
         for id_ in ("good", HOSTILE_ID, "long", "long result", "held", "hanging", "page-0")
     ],
+    "/stack": [{"domain": "orders", "id": "held"}],
     "/plan": [{"id": "1"}],
+    "/limit": [{"name": "docai"}],
     "/batch": [{"domain": "orders", "id": "three"}],
     "/process": [{"domain": "processes", "id": "undone"}, {"domain": "processes", "id": "waiting"}],
 }
@@ -39,7 +42,7 @@ AXE = """options => axe.run(options).then(
     found => found.violations.map(one => [one.id, one.nodes.map(node => node.html)]))"""
 WATCH = "addEventListener('securitypolicyviolation', e => console.error('CSP refused ' + e.blockedURI))"
 OVERFLOWING = """() => [...document.querySelectorAll('body *')].filter(one =>
-    one.getBoundingClientRect().right > innerWidth + 1 && !one.parentElement.closest('.scroll, pre, svg'))
+    one.getBoundingClientRect().right > innerWidth + 1 && !one.parentElement.closest('.menu, .scroll, pre, svg'))
     .map(one => one.outerHTML.slice(0, 120))"""
 
 
@@ -112,6 +115,7 @@ def _look(page: Page, address: str, problems: list[str]) -> None:
     page.emulate_media(color_scheme="dark")
     problems += [f"axe, dark: {one}" for one in page.evaluate(AXE, CONTRAST)]
     page.set_viewport_size(PHONE)
+    until(lambda: page.evaluate("innerWidth") == PHONE["width"])  # a busy browser takes its time
     if page.evaluate("document.documentElement.scrollWidth") > PHONE["width"]:
         problems.append(f"is wider than a phone: {page.evaluate(OVERFLOWING)[:3]}")
 
