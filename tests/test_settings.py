@@ -45,6 +45,7 @@ SAMPLES: dict[str, tuple[str, object]] = {
     "max_extension": ("2h", 7200.0),
     "quarantine": ("false", False),
     "quarantine_processes": ("3", 3),
+    "code_version": ("8f3a12b", "8f3a12b"),
     "unknown_type_timeout": ("10m", 600.0),
     "schedule_grace": ("1m", 60.0),
     "breakers_enabled": ("false", False),

@@ -50,6 +50,7 @@ _NAMES = {
     "commandbus.flow.breakers.operate": "BreakerInfo",
     "commandbus.flow.commands.audit_events": "NewAuditEvent",
     "commandbus.flow.commands.call": "CommandOutcome",
+    "commandbus.flow.commands.failures": "FailureGroup",
     "commandbus.flow.commands.history": "AttemptRecord StuckAttempt",
     "commandbus.flow.commands.inspect": """
         DomainStatus RejectedMessage UndeliveredReply WorkerInfo

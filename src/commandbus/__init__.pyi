@@ -234,6 +234,9 @@ from commandbus.flow.commands.audit_events import (
 from commandbus.flow.commands.call import (
     CommandOutcome as CommandOutcome,
 )
+from commandbus.flow.commands.failures import (
+    FailureGroup as FailureGroup,
+)
 from commandbus.flow.commands.history import (
     AttemptRecord as AttemptRecord,
 )

@@ -43,18 +43,33 @@ class TroubleshootingQueue:
     operator_complete = short("_commands", CommandRepository.operator_complete)
 
     def count(
-        self, domain: str | None = None, command_type: str | None = None, *, error_code: str | None = None
+        self,
+        domain: str | None = None,
+        command_type: str | None = None,
+        *,
+        error_code: str | None = None,
+        fingerprint: str | None = None,
     ) -> int:
         """How many commands need a person, exactly. With a hundred thousand of them this takes a while."""
-        found = tsq.count_tsq(domain=domain, command_type=command_type, error_code=error_code, most=None)
+        found = tsq.count_tsq(
+            domain=domain, command_type=command_type, error_code=error_code, fingerprint=fingerprint, most=None
+        )
         return self._bus.run(then(found, lambda counts: sum(counts.values())))
 
     def count_by_type(
-        self, domain: str | None = None, command_type: str | None = None, *, error_code: str | None = None
+        self,
+        domain: str | None = None,
+        command_type: str | None = None,
+        *,
+        error_code: str | None = None,
+        fingerprint: str | None = None,
     ) -> dict[tuple[str, str], Count]:
         """How many commands need a person, by (domain, command_type). Of each type, up to 10,000 are counted: a
         `Count` that `is_capped` is shown as "10,000+"."""
-        return self._bus.run(tsq.count_tsq(domain=domain, command_type=command_type, error_code=error_code))
+        found = tsq.count_tsq(
+            domain=domain, command_type=command_type, error_code=error_code, fingerprint=fingerprint
+        )
+        return self._bus.run(found)
 
     def retry_all(
         self,

@@ -94,3 +94,16 @@ def test_it_must_be_clear_which_are_meant(orders, words):
 
 def test_a_result_must_be_json(orders):
     assert orders("tsq", "complete", "orders", "x", "--result", "done").code == ExitCode.USAGE
+
+
+def test_failures_that_are_alike_are_listed_together_and_chosen_by_their_fingerprint(troubled):
+    listed = troubled("failures", "--domain", "orders").out
+    assert "PermanentCommandError [BAD_ADDRESS]" in listed
+    assert "\x1b" not in listed
+    found = troubled("failures", "--type", "ship", "--tsq", "--json").document
+    assert [(item["count"], item["in_troubleshooting"]) for item in found] == [(3, 3)]
+    chosen = troubled("tsq", "list", "--fingerprint", found[0]["fingerprint"], "--json").document
+    assert {item["command_id"] for item in chosen} == {"s1", "s2", "s3"}
+    plan = troubled("plan", "preview", "orders", "cancel", "--fingerprint", found[0]["fingerprint"], "--json")
+    assert plan.document["plan"]["total"] == 3
+    assert "twelve hexadecimal digits" in troubled("tsq", "list", "--fingerprint", "x").err

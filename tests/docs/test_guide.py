@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import urllib.request
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -105,6 +105,8 @@ def test_every_block_of_the_guide_is_run_by_a_test_here() -> None:
         "handlers.schedule(",
         "bus.schedules.create(",
         "bus.get_ledger(",
+        "bus.list_failures(",
+        "commandbus failures --domain",
         "commandbus show orders order-17",
         "commandbus doctor",
         "commandbus console",
@@ -204,6 +206,25 @@ def test_the_fleet_is_watched(bus: CommandBus, database: str, capsys: pytest.Cap
     assert "StackFrame(file=" in said
     for line in re.findall(r"^commandbus (.*?)(?: +#|$)", block("sh", "commandbus top  "), re.MULTILINE):
         assert line.split()[0] in COMMANDS
+
+
+def test_failures_that_are_alike(bus: CommandBus, database: str, capsys: pytest.CaptureFixture[str]) -> None:
+    handlers = HandlerRegistry()
+
+    @handlers.handler("orders", "ship", retry_policy=RetryPolicy(max_attempts=1))
+    def ship(command: Any, ctx: Any) -> None:
+        raise KeyError("zip")
+
+    bus.send("orders", "ship")
+    bus.send("orders", "ship")
+    Worker(handlers, settings=Settings(database_url=database, code_version="8f3a")).run(until_idle=True)
+    exec(
+        block("python", "bus.list_failures("),
+        {"bus": bus, "datetime": datetime, "UTC": UTC, "timedelta": timedelta},
+    )
+    said = capsys.readouterr().out
+    assert said.startswith("2 KeyError ")
+    assert said.endswith("test_guide.py: ship 2 8f3a\n")
 
 
 def test_the_console_is_mounted_in_an_application(bus: CommandBus, database: str) -> None:

@@ -128,6 +128,7 @@ def _in_files() -> Iterator[Found]:
                 "shift_back": claim._SHIFTS[claim.LOW],
                 "due": "q.vt",
                 "table": "rejected_message",
+                "failed_in": "attempt",
                 "of_age": unhandled._OF_AGE,
                 **messages.LAST_READ,
             }

@@ -26,3 +26,19 @@ def test_the_ledger_of_a_command_is_on_its_page_and_in_the_api(
     assert sum(item["seconds"] for item in ledger["intervals"]) == pytest.approx(ledger["seconds"])
     assert visit.get("/api/command", domain="orders", id="good").json["ledger"] == ledger
     assert visit.get("/api/ledger", domain="orders", id="nobody").status == 404
+
+
+def test_troubleshooting_is_grouped_by_failure(database: str, bus: CommandBus, serve: Serve) -> None:
+    settled(database, bus)
+    visit = serve()
+    page = visit.get("/troubleshooting").text
+    assert "By failure" in page
+    assert "test_console.py: ship" in page
+    found = visit.get("/api/failures", in_troubleshooting="true").json["items"]
+    assert sum(item["in_troubleshooting"] for item in found) == 2
+    one = found[0]["fingerprint"]
+    chosen = visit.get("/troubleshooting", domain="orders", fingerprint=one).text
+    assert f'name="fingerprint" value="{one}"' in chosen, "the plan is for what is shown"
+    assert 'aria-current="true"' in chosen
+    assert visit.get("/api/troubleshooting", fingerprint=one).status == 200
+    assert visit.get("/troubleshooting", fingerprint="no").status == 400

@@ -78,6 +78,7 @@ class DataAccess:
     get_attempts = short("commands", CommandRepository.get_attempts)
     get_ledger = short("commands", CommandRepository.get_ledger)
     list_stuck = short("commands", CommandRepository.list_stuck)
+    list_failures = short("commands", CommandRepository.list_failures)
     rejected = short("commands", CommandRepository.list_rejected)
     undelivered_replies = short("commands", CommandRepository.list_undelivered)
 
@@ -156,6 +157,7 @@ class AsyncDataAccess:
     get_attempts = short("commands", AsyncCommandRepository.get_attempts)
     get_ledger = short("commands", AsyncCommandRepository.get_ledger)
     list_stuck = short("commands", AsyncCommandRepository.list_stuck)
+    list_failures = short("commands", AsyncCommandRepository.list_failures)
     rejected = short("commands", AsyncCommandRepository.list_rejected)
     undelivered_replies = short("commands", AsyncCommandRepository.list_undelivered)
 

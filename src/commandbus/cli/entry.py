@@ -51,6 +51,7 @@ COMMANDS = {
     "commands": ("commands", "List commands, newest first."),
     "show": ("show", "Show one command: its fields, data, result, last error and history."),
     "stuck": ("stuck", "List attempts that had to be stopped, newest first."),
+    "failures": ("failures", "List failures that are alike, the one that was seen last first."),
     "cancel": ("operate", "Cancel a command. If it runs, ask its worker to stop it."),
     "priority": (
         "operate",

@@ -52,6 +52,7 @@ def list_plans(session: CliSession, domain: str | None, limit: int, cursor: str 
 @click.argument("action", type=click.Choice(ACTIONS))
 @click.option("--type", "command_type", metavar="TYPE", help="Only of this command type.")
 @click.option("--code", "error_code", metavar="CODE", help="Only those with this error code.")
+@click.option("--fingerprint", metavar="FINGERPRINT", help="Only those with this failure, as `failures` lists it.")
 @click.option("--id", "command_ids", metavar="ID", multiple=True, help="Only this command; may be repeated.")
 @click.option("--over", type=DURATION, default="0", metavar="10m",
               help="Spread it evenly over this time. [default: as fast as the workers can]")  # fmt: skip

@@ -106,12 +106,12 @@ def _print_workers(found: list[WorkerInfo]) -> None:
     print_table(
         columns(
             "=worker host?? :pid??? supervisor??? state ~health domains? :slots?? :running? :settled??? "
-            "started???? heartbeat?"
+            "started???? code_version???? heartbeat?"
         ),
         [
             (
                 item.id, item.host, item.pid, item.supervisor or "-", _state(item), _health(item), item.domains,
-                item.concurrency, item.running, item.settled, item.started_at,
+                item.concurrency, item.running, item.settled, item.started_at, item.code_version,
                 f"{age(item.heartbeat_age_seconds)} ago",
             )
             for item in found

@@ -59,6 +59,7 @@ def _target(function: F) -> F:
 
 @tsq.command("list")
 @_filters
+@click.option("--fingerprint", metavar="FINGERPRINT", help="Only those with this failure, as `failures` lists it.")
 @page_options
 @click.pass_obj
 def list_entries(
@@ -66,13 +67,19 @@ def list_entries(
     domain_option: str | None,
     command_type: str | None,
     error_code: str | None,
+    fingerprint: str | None,
     limit: int,
     cursor: str | None,
 ) -> None:
     """List the commands that need a person, and why."""
     with session.bus() as bus:
         page = TroubleshootingQueue(bus).list(
-            domain_option, command_type, error_code=error_code, limit=limit, cursor=cursor
+            domain_option,
+            command_type,
+            error_code=error_code,
+            fingerprint=fingerprint,
+            limit=limit,
+            cursor=cursor,
         )
         if not page.items:
             check_known(bus, domain_option)

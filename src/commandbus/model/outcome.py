@@ -63,7 +63,8 @@ STATUS_AFTER = {
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why an attempt failed, in storable text; `rung` is the limit that stopped it, `autopsy` what was seen."""
+    """Why an attempt failed, in storable text; `rung` is the limit that stopped it, `autopsy` what was seen,
+    `own_frame` where in the application's own code it was."""
 
     error_type: str
     error_code: str
@@ -73,6 +74,7 @@ class Failure:
     rung: str | None = None
     autopsy: str | None = None  # JSON text
     duration_ms: int | None = None
+    own_frame: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

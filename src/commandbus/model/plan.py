@@ -17,6 +17,7 @@ from commandbus.errors import InvalidCommandError
 from commandbus.model import names
 from commandbus.model.counting import counted
 from commandbus.model.durations import format_seconds
+from commandbus.model.fingerprint import check_fingerprint
 from commandbus.model.json_values import Json
 from commandbus.quick_dataclass import dataclass
 
@@ -59,6 +60,7 @@ class PlanFilter:
     command_type: str | None = None
     error_code: str | None = None
     command_ids: tuple[str, ...] | None = None
+    fingerprint: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +132,8 @@ class PlanRecord:
         text = self.domain if chosen.command_type is None else f"{self.domain}/{chosen.command_type}"
         if chosen.error_code is not None:
             text += f" with error code {chosen.error_code}"
+        if chosen.fingerprint is not None:
+            text += f" with failure {chosen.fingerprint}"
         return text
 
     @property
@@ -156,7 +160,9 @@ def check_action(action: object) -> PlanAction:
     raise InvalidCommandError(f"action {names.shown(action)} is not one of a plan: use {', '.join(ACTIONS)}")
 
 
-def check_filter(command_type: object, error_code: object, command_ids: Sequence[object] | None) -> PlanFilter:
+def check_filter(
+    command_type: object, error_code: object, command_ids: Sequence[object] | None, fingerprint: object = None
+) -> PlanFilter:
     """How the set is chosen. What is not valid is named."""
     ids: tuple[str, ...] | None = None
     if command_ids is not None:
@@ -167,4 +173,5 @@ def check_filter(command_type: object, error_code: object, command_ids: Sequence
         None if command_type is None else names.check_type(command_type),
         None if error_code is None else names.check_id(error_code, "error_code"),
         ids,
+        check_fingerprint(fingerprint),
     )

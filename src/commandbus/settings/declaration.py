@@ -173,6 +173,11 @@ class Settings:
         2, "WORKER_QUARANTINE_PROCESSES", "worker.quarantine_processes", whole(1, 10_000),
         "Most child processes of one worker that run commands in quarantine at once; one slot stays free of them",
     )  # fmt: skip
+    code_version: str | None = _setting(
+        None, "COMMANDBUS_CODE_VERSION", "code_version",
+        or_word(pattern(r"[!-~]{1,64}", "at most 64 visible ASCII characters, such as a git commit"), "auto"),
+        "Version of the handlers' code, which failures are compared by; `auto`: a hash of the code",
+    )  # fmt: skip
     unknown_type_timeout: float = _setting(
         3600.0, "WORKER_UNKNOWN_TYPE_TIMEOUT", "worker.unknown_type_timeout", duration(),
         "How long commands of a type that no running worker handles stay parked; 0: not at all",

@@ -82,6 +82,7 @@ async def _preview_plan(bus: AsyncCommandBus, operator: str, given: Fields) -> S
         check_action(given["action"]),
         command_type=given.get("command_type"),
         error_code=given.get("error_code"),
+        fingerprint=given.get("fingerprint"),
         command_ids=given["ids"].split("\n") if "ids" in given else None,
         result=_json(given.get("result"), "result"),
         over=given.get("over", "0"),
@@ -178,7 +179,8 @@ ACTIONS: dict[str, Action] = {
     "cancel-troubled": Action(("domain", "id"), _cancel_troubled),
     "complete": Action(("domain", "id", "result?"), _complete),
     "preview-plan": Action(
-        ("domain", "action", "command_type?", "error_code?", "ids?", "over?", "result?"), _preview_plan
+        ("domain", "action", "command_type?", "error_code?", "fingerprint?", "ids?", "over?", "result?"),
+        _preview_plan,
     ),
     "start-plan": Action(("plan",), _start_plan),
     "stop-plan": Action(("plan",), _stop_plan),

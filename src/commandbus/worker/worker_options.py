@@ -19,6 +19,7 @@ from commandbus.worker.board import Board
 from commandbus.worker.counts_page import CountsPage
 from commandbus.worker.execution.handlers import HandlerRegistry
 from commandbus.worker.health import HealthStatus
+from commandbus.worker.own_code import hash_of_code
 
 ROUTER_SLOTS: Final = 2
 """Slots for messages of processes, beside the worker's others."""
@@ -94,4 +95,5 @@ def identity(spec: WorkerSpec, settings: Settings) -> WorkerIdentity:
         release,
         None if spec.supervision is None else spec.supervision.supervisor,
         types=lambda: spec.handlers.types(spec.domains),
+        code_version=settings.code_version or hash_of_code(spec.handlers),
     )

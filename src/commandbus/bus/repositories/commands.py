@@ -29,9 +29,10 @@ from commandbus.model.page import Page
 from commandbus.model.priority import Priority
 
 if TYPE_CHECKING:
-    from commandbus.flow.commands import call, history, inspect, ledger, lookup, operate, tsq
+    from commandbus.flow.commands import call, failures, history, inspect, ledger, lookup, operate, tsq
     from commandbus.flow.commands import query as queries
     from commandbus.flow.commands.call import CommandOutcome
+    from commandbus.flow.commands.failures import FailureGroup
     from commandbus.flow.commands.history import AttemptRecord, StuckAttempt
     from commandbus.flow.commands.inspect import RejectedMessage, UndeliveredReply
     from commandbus.flow.commands.query import CommandFilters, CommandQuery
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from commandbus.flow.effects import operate as effect_actions
 else:
     call = lazy("commandbus.flow.commands.call")
+    failures = lazy("commandbus.flow.commands.failures")
     history = lazy("commandbus.flow.commands.history")
     inspect = lazy("commandbus.flow.commands.inspect")
     ledger = lazy("commandbus.flow.commands.ledger")
@@ -238,6 +240,23 @@ class CommandRepository(Repository):
             history.list_stuck(domain, command_type, since=since, limit=limit, cursor=cursor), conn
         )
 
+    def list_failures(
+        self,
+        domain: str | None = None,
+        command_type: str | None = None,
+        *,
+        since: datetime | None = None,
+        in_troubleshooting: bool = False,
+        limit: int = 50,
+        conn: object = None,
+    ) -> Page[FailureGroup]:
+        """Returns failures that are alike, counted together, the one that was seen last first. With
+        `in_troubleshooting`, only failures of commands that need a person."""
+        found = failures.list_failures(
+            domain, command_type, since=since, in_troubleshooting=in_troubleshooting, limit=limit
+        )
+        return self._bus.run(found, conn)
+
     def list_rejected(
         self,
         domain: str | None = None,
@@ -263,13 +282,19 @@ class CommandRepository(Repository):
         command_type: str | None = None,
         *,
         error_code: str | None = None,
+        fingerprint: str | None = None,
         limit: int = 50,
         cursor: str | None = None,
         conn: object = None,
     ) -> Page[TsqEntry]:
         """Returns a page of the commands that need a person, the oldest first."""
         operation = tsq.list_tsq(
-            domain=domain, command_type=command_type, error_code=error_code, limit=limit, cursor=cursor
+            domain=domain,
+            command_type=command_type,
+            error_code=error_code,
+            fingerprint=fingerprint,
+            limit=limit,
+            cursor=cursor,
         )
         return self._bus.run(operation, conn)
 
@@ -372,6 +397,7 @@ class AsyncCommandRepository(AsyncRepository):
     list_by_batch = awaited(CommandRepository.list_by_batch)
     count_by_status = awaited(CommandRepository.count_by_status)
     list_stuck = awaited(CommandRepository.list_stuck)
+    list_failures = awaited(CommandRepository.list_failures)
     list_rejected = awaited(CommandRepository.list_rejected)
     list_undelivered = awaited(CommandRepository.list_undelivered)
     list_in_tsq = awaited(CommandRepository.list_in_tsq)

@@ -27,6 +27,7 @@ class PlanRepository(Repository):
         *,
         command_type: str | None = None,
         error_code: str | None = None,
+        fingerprint: str | None = None,
         command_ids: Sequence[str] | None = None,
         result: JsonValue = None,
         over: Duration = 0,
@@ -35,7 +36,7 @@ class PlanRepository(Repository):
         conn: object = None,
     ) -> PlanRecord:
         """Make a plan: "retry", "cancel" or "complete" the commands of a domain's troubleshooting queue that match
-        all of `command_type`, `error_code` and `command_ids`. Nothing happens to them until `start`.
+        all of `command_type`, `error_code`, `fingerprint` and `command_ids`. Nothing happens until `start`.
 
         The plan has exactly the commands that match now. It is carried out over this time (`over`; 0: as fast as
         the workers of the domain can). `result` is that of "complete".
@@ -47,7 +48,7 @@ class PlanRepository(Repository):
         preview = operate.preview(
             domain,
             check_action(action),
-            check_filter(command_type, error_code, command_ids),
+            check_filter(command_type, error_code, command_ids, fingerprint),
             parse_seconds(over, name="over", error=InvalidCommandError),
             what,
         )

@@ -58,7 +58,8 @@ class WorkerInfo:
 
     `state` is ACTIVE, DRAINING, EXITING or STOPPED. `health` is `{"state": …, "reasons": […]}` as it last
     reported. `supervisor` is the supervisor that started it, if any. `types` are the command types that it has
-    handlers for, as "orders/ship".
+    handlers for, as "orders/ship". `version` is the release of commandbus, `code_version` the version of its
+    handlers' code: the setting, or a hash of the code.
     """
 
     id: str
@@ -77,6 +78,7 @@ class WorkerInfo:
     supervisor: str | None = None
     health: Mapping[str, Json] | None = None
     types: list[str] = field(default_factory=list)
+    code_version: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,11 +183,11 @@ def list_workers() -> Steps[list[WorkerInfo]]:
         b"extract(epoch FROM pg_catalog.now() - heartbeat_at)::float8, "
         b"state <> 'STOPPED' AND heartbeat_at > pg_catalog.now() - pg_catalog.make_interval(secs => %(alive)s), "
         b"running, settled, "
-        b"supervisor, health::text, COALESCE(types, '{}') "
+        b"supervisor, health::text, COALESCE(types, '{}'), code_version "
         b"FROM commandbus.worker ORDER BY started_at DESC",
         {"alive": WORKER_ALIVE_SECONDS},
     )
-    return [WorkerInfo(*(*head, loads_or_none(health), types)) for *head, health, types in rows]
+    return [WorkerInfo(*(*head, loads_or_none(health), types, code)) for *head, health, types, code in rows]
 
 
 @operation(atomic=False)

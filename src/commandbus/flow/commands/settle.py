@@ -19,6 +19,7 @@ from commandbus.flow.commands.claimed_row import ClaimedRow, Fence
 from commandbus.flow.commands.reply import CALL, Outcome, Reply, compose, deliver
 from commandbus.flow.operation import Operation, Statement, Steps, operation
 from commandbus.model import payload
+from commandbus.model.fingerprint import fingerprint_of
 from commandbus.model.outcome import STATUS_AFTER, Failure, Judgement, Verdict, insist
 from commandbus.model.suspects import Marks
 
@@ -30,6 +31,9 @@ _REPLIES: Final[dict[Verdict, Outcome]] = {
     Verdict.EXPIRED: "CANCELED",
     Verdict.CANCELED: "CANCELED",
 }
+
+
+_NO_FAILURES: Final = frozenset({Verdict.CANCELED, Verdict.EXPIRED})
 
 
 @dataclass(slots=True)
@@ -167,7 +171,9 @@ def judged(
 ) -> Settlement:
     """The settlement of a failed attempt. The judgement says what becomes of the command. `marks` are the
     command's marks before; `is_waived`: the attempt is not charged."""
-    error = _error(judgement.verdict, judgement.failure, command_type)
+    failure = judgement.failure
+    alike = None if judgement.verdict in _NO_FAILURES else fingerprint_of(fence.domain, command_type, failure)
+    error = _error(judgement.verdict, failure, command_type, alike)
     head = f'{_head(fence, started)},"e":{error}'
     if judgement.verdict is Verdict.RETRY:
         after = marks.after_failure(judgement.failure)
@@ -365,7 +371,7 @@ def _settle(
     return unsettled
 
 
-def _error(verdict: Verdict, failure: Failure, command_type: str) -> str:
+def _error(verdict: Verdict, failure: Failure, command_type: str, fingerprint: str | None = None) -> str:
     quote = payload.quote
     parts = [
         f'"verdict":"{verdict}"',
@@ -384,6 +390,10 @@ def _error(verdict: Verdict, failure: Failure, command_type: str) -> str:
         parts.append(f'"autopsy":{failure.autopsy}')
     if failure.duration_ms is not None:
         parts.append(f'"duration_ms":{failure.duration_ms}')
+    if fingerprint is not None:
+        parts.append(f'"fingerprint":"{fingerprint}"')
+    if failure.own_frame is not None:
+        parts.append(f'"own_frame":{quote(failure.own_frame)}')
     return "{" + ",".join(parts) + "}"
 
 

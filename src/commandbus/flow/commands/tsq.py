@@ -12,6 +12,7 @@ from commandbus.flow.operation import Row, Statement, Steps, operation
 from commandbus.model import names
 from commandbus.model.command import TsqEntry
 from commandbus.model.count import MOST_COUNTED, Count
+from commandbus.model.fingerprint import check_fingerprint
 from commandbus.model.page import MAX_ID, Page, id_of
 from commandbus.model.payload import loads_or_none
 
@@ -26,14 +27,15 @@ def list_tsq(
     domain: str | None,
     command_type: str | None,
     error_code: str | None,
+    fingerprint: str | None = None,
     limit: int,
     cursor: str | None = None,
 ) -> Steps[Page[TsqEntry]]:
     """Commands that need a person. Those that were sent first come first."""
-    filters = _filters(domain, command_type, error_code)
+    filters = _filters(domain, command_type, error_code, fingerprint)
     names.check_count(limit, "limit")
     types = yield from types_of(domain, command_type)
-    rest = [name for name in ("command_type", "error_code") if filters[name] is not None]
+    rest = [name for name in ("command_type", "error_code", "fingerprint") if filters[name] is not None]
     rest = [name for name in rest if types is None or name != "command_type"]
     matches = " AND ".join(f"t.{name} IS NOT DISTINCT FROM %({name})s" for name in rest) or "true"
     parts = entries(types, edge="%(after_id)s::bigint", is_newest_first=False)
@@ -55,10 +57,15 @@ def list_tsq(
 
 @operation(atomic=False)
 def count_tsq(
-    *, domain: str | None, command_type: str | None, error_code: str | None, most: int | None = MOST_COUNTED
+    *,
+    domain: str | None,
+    command_type: str | None,
+    error_code: str | None,
+    fingerprint: str | None = None,
+    most: int | None = MOST_COUNTED,
 ) -> Steps[dict[tuple[str, str], Count]]:
     """How many need a person, by (domain, command_type); of each type it looks at `most` entries (None: all)."""
-    filters = _filters(domain, command_type, error_code)
+    filters = _filters(domain, command_type, error_code, fingerprint)
     first = command_type if domain is not None else None
     rows = yield Statement(
         sql.text("commands/count_tsq"),
@@ -90,7 +97,11 @@ def entries(types: list[str] | None, *, edge: str, is_newest_first: bool) -> dic
     index offers: so no estimate can mislead the planner."""
     order, sign = (" DESC", "<") if is_newest_first else ("", ">")
     if types is None:
-        return {"kinds": "(SELECT) nothing", "range": f"t.command {sign} {edge}", "order": f"t.command{order}"}
+        return {
+            "kinds": "pg_catalog.generate_series(1, 1) AS once",
+            "range": f"t.command {sign} {edge}",
+            "order": f"t.command{order}",
+        }
     columns = ("t.domain", "t.command_type", "t.command")
     row, kind = ", ".join(columns), "%(domain)s, kind.name"
     low, high = ("0", edge) if is_newest_first else (edge, f"{MAX_ID}::bigint")
@@ -101,9 +112,12 @@ def entries(types: list[str] | None, *, edge: str, is_newest_first: bool) -> dic
     }
 
 
-def _filters(domain: str | None, command_type: str | None, error_code: object) -> dict[str, Any]:
+def _filters(
+    domain: str | None, command_type: str | None, error_code: object, fingerprint: object
+) -> dict[str, Any]:
     return {
         "domain": None if domain is None else names.check_domain(domain),
         "command_type": None if command_type is None else names.check_type(command_type),
         "error_code": None if error_code is None else names.check_id(error_code, "error_code"),
+        "fingerprint": check_fingerprint(fingerprint),
     }

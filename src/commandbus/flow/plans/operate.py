@@ -154,6 +154,7 @@ def _choice(domain: str, chosen: PlanFilter, *, is_known: bool = False) -> Steps
         "domain": domain,
         "command_type": chosen.command_type,
         "error_code": chosen.error_code,
+        "fingerprint": chosen.fingerprint,
         "ids": ids,
     }
 
@@ -191,7 +192,12 @@ def _record(row: Row) -> PlanRecord:
         id_,
         domain,
         action.lower(),
-        PlanFilter(found.get("command_type"), found.get("error_code"), None if ids is None else tuple(ids)),
+        PlanFilter(
+            found.get("command_type"),
+            found.get("error_code"),
+            None if ids is None else tuple(ids),
+            found.get("fingerprint"),
+        ),
         loads_or_none(result),
         seconds,
         PlanState(state),

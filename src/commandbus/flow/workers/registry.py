@@ -24,6 +24,7 @@ class WorkerIdentity:
     version: str
     supervisor: str | None = None
     types: Callable[[], Sequence[str]] = tuple
+    code_version: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,7 @@ def beat(
             "domains": list(identity.domains),
             "concurrency": identity.concurrency,
             "version": identity.version,
+            "code_version": identity.code_version,
             "supervisor": identity.supervisor,
             "state": state,
             "running": running,

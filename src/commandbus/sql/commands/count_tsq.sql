@@ -19,8 +19,10 @@ SELECT k.domain, k.command_type, counted.matching, counted.looked_at
   FROM kind k
  CROSS JOIN LATERAL (
        SELECT pg_catalog.count(*) AS looked_at,
-              pg_catalog.count(*) FILTER (WHERE %(error_code)s::text IS NULL OR x.error_code = %(error_code)s) AS matching
-         FROM (SELECT t.error_code FROM commandbus.tsq t
+              pg_catalog.count(*) FILTER (
+                  WHERE (%(error_code)s::text IS NULL OR x.error_code = %(error_code)s)
+                    AND (%(fingerprint)s::text IS NULL OR x.fingerprint = %(fingerprint)s)) AS matching
+         FROM (SELECT t.error_code, t.fingerprint FROM commandbus.tsq t
                 WHERE (t.domain, t.command_type, t.command) > (k.domain, k.command_type, 0)
                   AND (t.domain, t.command_type, t.command) <= (k.domain, k.command_type, 9223372036854775807)
                 ORDER BY t.domain, t.command_type, t.command

@@ -41,11 +41,13 @@ WITH input AS MATERIALIZED (
      WHERE c.id = f.c AND c.msg_id = f.m AND (f.w <> 0 OR f.k)
 ), failed AS (
     INSERT INTO commandbus.attempt (command, number, verdict, worker, started_at, retry_at, error_type,
-                                    error_code, error, details, traceback, rung, autopsy, duration_ms, spans)
+                                    error_code, error, details, traceback, rung, autopsy, duration_ms, spans, fingerprint,
+                                    own_frame)
     SELECT c, n, e ->> 'verdict'::text, %(worker)s, pg_catalog.to_timestamp(t),
            pg_catalog.now() + pg_catalog.make_interval(secs => d),
            e ->> 'error_type'::text, e ->> 'error_code'::text, e ->> 'error'::text, e -> 'details'::text,
-           e ->> 'traceback'::text, e ->> 'rung'::text, e -> 'autopsy'::text, (e ->> 'duration_ms'::text)::bigint, p
+           e ->> 'traceback'::text, e ->> 'rung'::text, e -> 'autopsy'::text, (e ->> 'duration_ms'::text)::bigint, p,
+           e ->> 'fingerprint'::text, e ->> 'own_frame'::text
       FROM fenced f
      WHERE CASE WHEN n <= 10 OR e ->> 'verdict'::text <> 'GIVEN_BACK'::text THEN true
                 ELSE NOT EXISTS (SELECT FROM commandbus.attempt a

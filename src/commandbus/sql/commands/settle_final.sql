@@ -37,16 +37,17 @@ WITH input AS MATERIALIZED (
     DELETE FROM pgmq.{queue} WHERE msg_id = ANY (ARRAY(SELECT m FROM settled))
 ), failed AS (
     INSERT INTO commandbus.attempt (command, number, verdict, worker, started_at, error_type, error_code, error,
-                                    details, traceback, rung, autopsy, duration_ms, spans)
+                                    details, traceback, rung, autopsy, duration_ms, spans, fingerprint, own_frame)
     SELECT c, n, e ->> 'verdict'::text, %(worker)s, pg_catalog.to_timestamp(t), e ->> 'error_type'::text,
            e ->> 'error_code'::text, e ->> 'error'::text, e -> 'details'::text, e ->> 'traceback'::text, e ->> 'rung'::text,
-           e -> 'autopsy'::text, (e ->> 'duration_ms'::text)::bigint, p
+           e -> 'autopsy'::text, (e ->> 'duration_ms'::text)::bigint, p,
+           e ->> 'fingerprint'::text, e ->> 'own_frame'::text
       FROM fenced
      WHERE e IS NOT NULL AND m = ANY (ARRAY(SELECT m FROM settled))
 ), troubled AS (
-    INSERT INTO commandbus.tsq (command, domain, command_type, attempt, error_type, error_code, error)
+    INSERT INTO commandbus.tsq (command, domain, command_type, attempt, error_type, error_code, error, fingerprint, own_frame)
     SELECT c, %(domain)s, e ->> 'command_type'::text, n, e ->> 'error_type'::text, e ->> 'error_code'::text,
-           e ->> 'error'::text
+           e ->> 'error'::text, e ->> 'fingerprint'::text, e ->> 'own_frame'::text
       FROM fenced
      WHERE s = 'IN_TROUBLESHOOTING_QUEUE' AND m = ANY (ARRAY(SELECT m FROM settled))
 )

@@ -107,6 +107,7 @@ CREATE INDEX command_correlation ON commandbus.command (correlation_id, id) WHER
 -- limit_name: the limit for which it was parked.
 -- spans: parts of the attempt in which its handler did not simply run, as [kind, from, to] in milliseconds after started_at.
 --        kind is 'connection' (it waited for one) or 'grace' (it was asked to stop); to is null: until its end.
+-- fingerprint, own_frame: which failures are alike, and the innermost frame of the application's own code (model/fingerprint.py).
 CREATE TABLE commandbus.attempt (
     command      bigint NOT NULL,
     number       integer NOT NULL,
@@ -126,8 +127,11 @@ CREATE TABLE commandbus.attempt (
     autopsy      json,
     limit_name   text,
     spans        json,
+    fingerprint  text,
+    own_frame    text,
     PRIMARY KEY (command, number, verdict)
 );
+CREATE INDEX attempt_fingerprint ON commandbus.attempt (fingerprint, finished_at) WHERE fingerprint IS NOT NULL;
 CREATE INDEX attempt_stopped ON commandbus.attempt (finished_at) WHERE rung IS NOT NULL;
 CREATE INDEX attempt_ended ON commandbus.attempt (command)
  WHERE verdict IN ('FAILED', 'BUSINESS_RULE', 'TIMED_OUT', 'CANCELED', 'EXPIRED');
@@ -141,8 +145,11 @@ CREATE TABLE commandbus.tsq (
     attempt       integer NOT NULL,
     error_type    text,
     error_code    text,
-    error         text
+    error         text,
+    fingerprint   text,
+    own_frame     text
 );
+CREATE INDEX tsq_fingerprint ON commandbus.tsq (fingerprint, command) WHERE fingerprint IS NOT NULL;
 CREATE INDEX tsq_domain_type ON commandbus.tsq (domain, command_type, command);
 
 -- What people did to a command. CANCEL also stands for bus.cancel() of a command that no worker had started.
@@ -256,6 +263,7 @@ CREATE TABLE commandbus.undelivered_reply (
 -- types   the command types that the worker has handlers for, as 'orders/ship', types of processes included
 -- counts  'DOMAIN/COMMAND_TYPE' → how many attempts have ended since some moments and were not stuck (model/breaker_rule.py);
 --         null while no type has a bad attempt in its window
+-- version, code_version  the release of commandbus, and the version of the application's code (the setting code_version)
 -- died_at  when its supervisor knew that its process was dead; null: nobody has seen its end
 CREATE TABLE commandbus.worker (
     id            text PRIMARY KEY,
@@ -266,6 +274,7 @@ CREATE TABLE commandbus.worker (
     types         text[],
     concurrency   integer NOT NULL,
     version       text NOT NULL,
+    code_version  text,
     state         text NOT NULL,
     started_at    timestamptz NOT NULL DEFAULT now(),
     heartbeat_at  timestamptz NOT NULL DEFAULT now(),

@@ -9,6 +9,7 @@ from fastapi import APIRouter, Query
 from pydantic import BaseModel, ConfigDict
 
 from commandbus.errors import CommandNotFoundError
+from commandbus.flow.commands.failures import FailureGroup
 from commandbus.flow.commands.history import AttemptRecord, StuckAttempt
 from commandbus.flow.commands.inspect import RejectedMessage
 from commandbus.model.command import AuditEntry, CommandRecord, CommandStatus, TsqEntry
@@ -90,13 +91,24 @@ def add_routes(router: APIRouter, console: Console) -> None:
         domain: Domain | None = None,
         command_type: Annotated[str | None, Query(max_length=200)] = None,
         error_code: Annotated[str | None, Query(max_length=200)] = None,
+        fingerprint: Annotated[str | None, Query(max_length=200)] = None,
         limit: Limit = 50,
         cursor: Cursor = None,
     ) -> Page[TsqEntry]:
         """Commands that need a person, the oldest first."""
         return await bus.commands.list_in_tsq(
-            domain, command_type, error_code=error_code, limit=limit, cursor=cursor
+            domain, command_type, error_code=error_code, fingerprint=fingerprint, limit=limit, cursor=cursor
         )
+
+    @router.get("/failures")
+    async def failures(
+        domain: Domain | None = None,
+        command_type: Annotated[str | None, Query(max_length=200)] = None,
+        in_troubleshooting: Annotated[bool, Query(description="Only of commands that need a person.")] = False,
+        limit: Limit = 50,
+    ) -> Page[FailureGroup]:
+        """Failures that are alike, counted together, the one that was seen last first."""
+        return await bus.list_failures(domain, command_type, in_troubleshooting=in_troubleshooting, limit=limit)
 
     @router.get("/stuck")
     async def stuck(limit: Limit = 50, cursor: Cursor = None) -> Page[StuckAttempt]:

@@ -20,18 +20,37 @@ def routes(console: Console) -> PageRoutes:
         domain: str | None = None,
         command_type: str | None = None,
         error_code: str | None = None,
+        fingerprint: str | None = None,
         cursor: str | None = None,
     ) -> Response:
         """Commands that need a person."""
-        given = {"domain": domain, "command_type": command_type, "error_code": error_code}
+        given = {
+            "domain": domain,
+            "command_type": command_type,
+            "error_code": error_code,
+            "fingerprint": fingerprint,
+        }
         wanted = {name: value for name, value in given.items() if value}
         queue = AsyncTroubleshootingQueue(bus)
         page = await queue.list(
-            wanted.get("domain"), wanted.get("command_type"), error_code=wanted.get("error_code"), cursor=cursor
+            wanted.get("domain"),
+            wanted.get("command_type"),
+            error_code=wanted.get("error_code"),
+            fingerprint=wanted.get("fingerprint"),
+            cursor=cursor,
+        )
+        groups = await bus.list_failures(
+            wanted.get("domain"), wanted.get("command_type"), in_troubleshooting=True, limit=50
         )
         counts = await queue.count_by_type(**wanted)
         return console.page(
-            request, "troubleshooting.html", page=page, counts=counts, total=added(counts.values()), wanted=wanted
+            request,
+            "troubleshooting.html",
+            page=page,
+            counts=counts,
+            total=added(counts.values()),
+            wanted=wanted,
+            groups=groups.items,
         )
 
     async def stuck(request: Request, cursor: str | None = None) -> Response:

@@ -39,6 +39,7 @@ from commandbus.logger import safe_logger
 from commandbus.model.api_errors import ApiFailure, api_failure
 from commandbus.model.command import CommandStatus
 from commandbus.model.durations import format_seconds
+from commandbus.model.fingerprint import own_frame_of
 from commandbus.model.outcome import (
     STATUS_AFTER,
     Failure,
@@ -69,6 +70,7 @@ from commandbus.worker.execution.outcome_forecast import CANCELLATIONS
 from commandbus.worker.exhaustion import ExhaustedError
 from commandbus.worker.health import HealthStatus
 from commandbus.worker.isolation.remote_errors import API, RULING
+from commandbus.worker.own_code import OwnCode
 
 logger = safe_logger("commandbus.worker")
 
@@ -141,6 +143,8 @@ class Executor:
         self._policy = policy
         self._timeouts = timeouts
         self._health = health
+        handlers = list(handlers)
+        self._own_code = OwnCode(handlers)
         self._usual = timeouts.deadline_seconds() or NEVER
         self._limits = {id(item): timeouts.deadline_seconds(item.options.timeout) or NEVER for item in handlers}
 
@@ -394,9 +398,20 @@ class Executor:
 
     def _fail(self, attempt: Attempt, judgement: Judgement, raised: BaseException | None = None) -> Settlement:
         self._on_failed(attempt, judgement)
+        judgement = self._with_own_frame(judgement)
         judgement = insist(judgement, attempt.step, has_open_effect=attempt.has_open_effect)
         self._say(attempt, judgement, raised)
         return attempt.fail(judgement)
+
+    def _with_own_frame(self, judgement: Judgement) -> Judgement:
+        """Say where in the application's own code it failed. Nothing in its text may cost the outcome."""
+        try:
+            found = own_frame_of(judgement.failure, self._own_code.name_of)
+        except Exception:  # noqa: BLE001 - the traceback may be anything
+            return judgement
+        if found is None:
+            return judgement
+        return replace(judgement, failure=replace(judgement.failure, own_frame=found))
 
     def _explain(self, error: BaseException, trace: str | None) -> Failure:
         """The failure's description. If a timeout of ours ended it, the text says which one."""
