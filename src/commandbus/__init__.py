@@ -62,6 +62,7 @@ _NAMES = {
     "commandbus.flow.limits.detail": "InLimitLine LimitBackoff LimitDetail PermitHolder",
     "commandbus.flow.limits.inspect": "ControlAction Estimate LimitInfo",
     "commandbus.flow.schedules.operate": "ScheduleRecord",
+    "commandbus.flow.schedules.timeline": "ScheduleFirings ScheduleTimeline",
     "commandbus.flow.setup.domains": "DomainInfo",
     "commandbus.flow.setup.migrate": "SchemaState",
     "commandbus.flow.workers.requests": "LiveStack Stack StackFrame",

@@ -294,6 +294,12 @@ from commandbus.flow.limits.inspect import (
 from commandbus.flow.schedules.operate import (
     ScheduleRecord as ScheduleRecord,
 )
+from commandbus.flow.schedules.timeline import (
+    ScheduleFirings as ScheduleFirings,
+)
+from commandbus.flow.schedules.timeline import (
+    ScheduleTimeline as ScheduleTimeline,
+)
 from commandbus.flow.setup.domains import (
     DomainInfo as DomainInfo,
 )

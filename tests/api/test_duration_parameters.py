@@ -159,6 +159,7 @@ TRIES: dict[str, Try] = {
     **made("watch_slots(watch)", lambda bus, value: bus.watch_slots(value)),
     **made("request_stack(wait)", lambda bus, value: bus.request_stack("orders", "x", wait=value)),
     **made("recycle_worker(wait)", lambda bus, value: bus.recycle_worker("w", wait=value)),
+    **of_schedules("timeline(within)", lambda schedules, value: schedules.timeline(within=value)),
     **made("send(delay)", lambda bus, value: bus.send("orders", "x", delay=value)),
     **made("send(timeout)", lambda bus, value: bus.send("orders", "x", timeout=value)),
     **made("send(expires)", lambda bus, value: bus.send("orders", "x", expires=value)),

@@ -102,3 +102,21 @@ def test_what_doctor_says(orders, bus):
     bus.run(declare([Schedule("orders", "a", every="1h")]))
     bus.run(declare([Schedule("orders", "a", every="2h")]))
     assert "live workers declare schedule orders/a in 2 ways; the newest is in effect" in said()[1]["message"]
+
+
+def test_the_next_firings_of_all_schedules_in_their_order(orders, bus):
+    assert orders("schedules", "next").out == "no schedule fires within that time\n"
+    bus.schedules.create("orders", "nightly", cron="30 2 * * *")
+    bus.schedules.create("orders", "hourly", every="1h")
+    bus.schedules.pause("orders", "nightly", operator="ann")
+    head, *lines = orders("schedules", "next").out.splitlines()
+    assert head.split()[:4] == ["AT", "WHAT", "DOMAIN", "NAME"]
+    assert lines == sorted(lines)
+    assert sum(" fires " in line for line in lines) == 20
+    assert sum(" paused " in line for line in lines) == 1
+    found = orders("schedules", "next", "--within", "90m", "--json").document
+    hourly = [len(item["firings"]) for item in found["schedules"] if item["schedule"]["name"] == "hourly"]
+    assert hourly in ([1], [2])
+    refused = orders("schedules", "next", "--within", "9999d")
+    assert refused.code != ExitCode.OK
+    assert "within" in refused.err

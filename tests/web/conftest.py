@@ -61,7 +61,7 @@ class Visit:
         named = {name.replace("_", "-"): value for name, value in headers.items()}
         return self._ask("POST", path, json.dumps(document), {"Content-Type": "application/json", **named})
 
-    def act(self, name: str, page: str, **fields: str) -> Answer:
+    def act(self, name: str, page: str, /, **fields: str) -> Answer:
         """As a browser does it: the mark is that of a form on the page."""
         return self.post(f"/actions/{name}", {"mark": self.mark(page), "back": page, **fields})
 

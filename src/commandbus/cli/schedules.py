@@ -1,8 +1,8 @@
-"""`schedules list|show|create|pause|resume|delete|run-now`: commands that are sent at certain times."""
+"""`schedules list|next|show|create|pause|resume|delete|run-now`: commands that are sent at certain times."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from datetime import datetime
 from typing import Any
@@ -18,6 +18,7 @@ from commandbus.errors import ScheduleNotFoundError
 from commandbus.flow.commands.known_types import doubt_type
 from commandbus.flow.limits.inspect import ControlAction
 from commandbus.flow.schedules.operate import ScheduleRecord, list_actions
+from commandbus.flow.schedules.timeline import ScheduleTimeline
 from commandbus.model.durations import format_seconds
 from commandbus.model.priority import PRIORITIES
 from commandbus.model.schedule import text_of
@@ -114,6 +115,39 @@ def create(session: CliSession, /, domain: str, name: str, **options: Any) -> No
         asdict(found) | {"warning": doubt},
         lambda: say(f"schedule {domain}/{name} fires next at {_local(found, found.next_at)}"),
     )
+
+
+@schedules.command("next")
+@click.argument("domain", required=False)
+@click.option(
+    "--within", type=DURATION, metavar="1d", default="1d", show_default=True, help="How far to look ahead."
+)
+@click.pass_obj
+def next_firings(session: CliSession, domain: str | None, within: float) -> None:
+    """List the next firings of all schedules (or those of a DOMAIN) in their order, after those that were missed.
+
+    At most 100 schedules, and 20 firings of each.
+    """
+    with session.bus() as bus:
+        found = bus.schedules.timeline(domain, within=within)
+        if not found.schedules:
+            check_known(bus, domain)
+    moments = sorted(_moments(found), key=lambda item: item[0])
+    session.answer(
+        found,
+        lambda: print_table(
+            columns("at what domain =name type?"),
+            [(_at(at), what, item.domain, item.name, item.command_type) for at, what, item in moments],
+            empty="no schedule fires within that time",
+        ),
+    )
+
+
+def _moments(found: ScheduleTimeline) -> Iterator[tuple[datetime, str, ScheduleRecord]]:
+    for item in found.schedules:
+        yield from ((at, "missed", item.schedule) for at in item.missed)
+        what = "paused" if item.schedule.is_paused else "fires"
+        yield from ((at, what, item.schedule) for at in item.firings)
 
 
 Act = Callable[..., tuple[dict[str, Any], str]]

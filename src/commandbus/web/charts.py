@@ -8,11 +8,13 @@ from datetime import UTC, datetime, timedelta
 from typing import Final
 
 from commandbus.flow.limits.detail import LimitBackoff
+from commandbus.flow.schedules.timeline import ScheduleTimeline
 from commandbus.quick_dataclass import dataclass
 
 WIDTH: Final = 1000.0
 HEIGHT: Final = 100.0
 TICKS: Final = 6
+ROW: Final = 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,52 @@ def backoff_chart(backoffs: Sequence[LimitBackoff], now: datetime, *, hours: int
         kind = "opened" if event.breaker_open else event.answer
         bars.append(Bar(x, HEIGHT - height, max(width, 0.0), height, kind, event))
     return BackoffChart(bars, ticks(first, now), hours)
+
+
+@dataclass(frozen=True, slots=True)
+class Dot:
+    """One firing."""
+
+    x: float
+    at: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class FiringsRow:
+    """A schedule on the timeline: where its firings are, and whether it has missed some."""
+
+    y: int
+    name: str
+    dots: list[Dot]
+    is_paused: bool
+    missed: int
+    has_more: bool
+
+
+@dataclass(frozen=True, slots=True)
+class FiringsChart:
+    """The next firings of all schedules, a row each."""
+
+    rows: list[FiringsRow]
+    ticks: list[Tick]
+    height: int
+
+
+def firings_chart(found: ScheduleTimeline) -> FiringsChart:
+    """The timeline. Schedules that fire first, or have missed something, come first."""
+    ordered = sorted(found.schedules, key=lambda item: (not item.missed, item.firings[:1] or [found.end]))
+    rows = [
+        FiringsRow(
+            ROW * (number + 1),
+            f"{item.schedule.domain}/{item.schedule.name}",
+            [Dot(position(moment, found.start, found.end), moment) for moment in item.firings],
+            item.schedule.is_paused,
+            len(item.missed),
+            item.has_more,
+        )
+        for number, item in enumerate(ordered)
+    ]
+    return FiringsChart(rows, ticks(found.start, found.end), ROW * (len(rows) + 2))
 
 
 def position(moment: datetime, first: datetime, last: datetime) -> float:

@@ -11,7 +11,9 @@ from commandbus.bus.repositories.base import AsyncRepository, Repository
 from commandbus.flow.commands.operate import OperatorAction, operator_action
 from commandbus.flow.operation import then
 from commandbus.flow.schedules import operate
+from commandbus.flow.schedules import timeline as firings
 from commandbus.flow.schedules.operate import ScheduleRecord
+from commandbus.flow.schedules.timeline import ScheduleTimeline
 from commandbus.model import names
 from commandbus.model.command import NewCommand, SentCommand
 from commandbus.model.durations import Duration
@@ -130,6 +132,13 @@ class ScheduleRepository(Repository):
         """Its next firings by the server's clock, in UTC, even while it is paused."""
         return self._bus.run(operate.next_firings(domain, name, count=count), conn)
 
+    def timeline(
+        self, domain: str | None = None, *, within: Duration = "1d", conn: object = None
+    ) -> ScheduleTimeline:
+        """The next firings of all schedules (or those of a domain) within some time, and those that were missed.
+        At most 100 schedules, and 20 firings of each."""
+        return self._bus.run(firings.timeline(domain, seconds=firings.check_within(within)), conn)
+
 
 class AsyncScheduleRepository(AsyncRepository):
     """Schedules for async code: `bus.schedules`, or `AsyncScheduleRepository(pool)`. The same methods, awaited."""
@@ -142,6 +151,7 @@ class AsyncScheduleRepository(AsyncRepository):
     get = awaited(ScheduleRepository.get)
     list = awaited(ScheduleRepository.list)
     next_firings = awaited(ScheduleRepository.next_firings)
+    timeline = awaited(ScheduleRepository.timeline)
 
 
 def _named(domain: str, name: str) -> tuple[str, str]:

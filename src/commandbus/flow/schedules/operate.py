@@ -116,7 +116,7 @@ def create(schedule: Schedule, what: OperatorAction, *, replaces: bool = False) 
     if (yield from store(schedule, is_declared=False)):
         action = "CREATE" if existing is None else "REPLACE"
         yield note_action(_subject(schedule.domain, schedule.name), action, what, details=schedule.definition())
-    return (yield from _records(schedule.domain, schedule.name, limit=1))[0]
+    return (yield from read_records(schedule.domain, schedule.name, limit=1))[0]
 
 
 @operation(atomic=True)
@@ -187,7 +187,7 @@ def run_now(domain: str, name: str, what: OperatorAction) -> Steps[SentCommand]:
 @operation(atomic=False)
 def get(domain: str, name: str) -> Steps[ScheduleRecord | None]:
     """A schedule; None if there is none of this name."""
-    found = yield from _records(names.check_domain(domain), check_name(name), limit=1)
+    found = yield from read_records(names.check_domain(domain), check_name(name), limit=1)
     return found[0] if found else None
 
 
@@ -197,7 +197,7 @@ def list_schedules(domain: str | None, *, limit: int, cursor: str | None) -> Ste
     if domain is not None:
         names.check_domain(domain)
     names.check_count(limit, "limit")
-    found = yield from _records(domain, None, limit=limit + 1, after=_place_of(cursor))
+    found = yield from read_records(domain, None, limit=limit + 1, after=_place_of(cursor))
     return page.cut(found, limit, lambda item: f"{item.domain}/{item.name}")
 
 
@@ -205,7 +205,7 @@ def list_schedules(domain: str | None, *, limit: int, cursor: str | None) -> Ste
 def next_firings(domain: str, name: str, *, count: int) -> Steps[list[datetime]]:
     """Its next firings by the server's clock, in UTC; also if it is paused."""
     names.check_count(count, "count", most=1000)
-    found = yield from _records(names.check_domain(domain), check_name(name), limit=1)
+    found = yield from read_records(names.check_domain(domain), check_name(name), limit=1)
     if not found:
         raise ScheduleNotFoundError(domain, name)
     now: datetime = (yield Statement(b"SELECT pg_catalog.clock_timestamp()"))[0][0]
@@ -271,9 +271,10 @@ def _refuse_declared(existing: _Row, domain: str, name: str, remedy: str) -> Non
         )
 
 
-def _records(
+def read_records(
     domain: str | None, name: str | None, *, limit: int, after: Sequence[str] | None = None
 ) -> Steps[list[ScheduleRecord]]:
+    """Schedules, by domain and name."""
     after_domain, after_name = (None, None) if after is None else after
     rows = yield Statement(
         sql.text("schedules/records"),

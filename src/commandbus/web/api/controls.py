@@ -8,6 +8,7 @@ from commandbus.flow.breakers.operate import BreakerInfo
 from commandbus.flow.limits.detail import LimitDetail
 from commandbus.flow.limits.inspect import LimitInfo
 from commandbus.flow.schedules.operate import ScheduleRecord
+from commandbus.flow.schedules.timeline import ScheduleTimeline
 from commandbus.web.api.parameters import Name
 from commandbus.web.console import Console
 
@@ -30,6 +31,11 @@ def add_routes(router: APIRouter, console: Console) -> None:
     async def breakers() -> list[BreakerInfo]:
         """Breakers of command types and limits."""
         return (await bus.breakers()).items
+
+    @router.get("/schedules/timeline")
+    async def timeline() -> ScheduleTimeline:
+        """The next firings of all schedules within a day, and those that were missed."""
+        return await bus.schedules.timeline()
 
     @router.get("/schedules")
     async def schedules() -> list[ScheduleRecord]:

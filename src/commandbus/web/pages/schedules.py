@@ -1,10 +1,11 @@
-"""Schedules, and when they fire next."""
+"""Schedules, when they fire next, and what they missed."""
 
 from __future__ import annotations
 
 from fastapi import Request
 from fastapi.responses import Response
 
+from commandbus.web.charts import firings_chart
 from commandbus.web.console import Console
 from commandbus.web.pages.page_route import PageRoutes
 
@@ -14,12 +15,8 @@ def routes(console: Console) -> PageRoutes:
     bus = console.reading
 
     async def schedules(request: Request) -> Response:
-        """Schedules, and when they fire next."""
-        found = (await bus.schedules.list()).items
-        firings = {
-            (item.domain, item.name): await bus.schedules.next_firings(item.domain, item.name, count=3)
-            for item in found[:100]
-        }
-        return console.page(request, "schedules.html", schedules=found, firings=firings)
+        """Schedules, when they fire next, and what they missed."""
+        found = await bus.schedules.timeline()
+        return console.page(request, "schedules.html", timeline=found, chart=firings_chart(found))
 
     return {"/schedules": schedules}
