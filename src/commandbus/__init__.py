@@ -65,6 +65,7 @@ _NAMES = {
     "commandbus.flow.schedules.timeline": "ScheduleFirings ScheduleTimeline",
     "commandbus.flow.setup.domains": "DomainInfo",
     "commandbus.flow.setup.migrate": "SchemaState",
+    "commandbus.flow.workers.post_mortems": "AttemptInDeath PostMortem",
     "commandbus.flow.workers.requests": "LiveStack Stack StackFrame",
     "commandbus.flow.workers.slots": "SlotInfo WorkerSlots",
     "commandbus.limits.with_block": "Hold",

@@ -306,6 +306,12 @@ from commandbus.flow.setup.domains import (
 from commandbus.flow.setup.migrate import (
     SchemaState as SchemaState,
 )
+from commandbus.flow.workers.post_mortems import (
+    AttemptInDeath as AttemptInDeath,
+)
+from commandbus.flow.workers.post_mortems import (
+    PostMortem as PostMortem,
+)
 from commandbus.flow.workers.requests import (
     LiveStack as LiveStack,
 )

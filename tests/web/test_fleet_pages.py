@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import threading
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ import pytest
 
 from commandbus import CommandBus, HandlerRegistry, HourFigures, MinuteFigures, VersionMark, Worker
 from commandbus.web import sparkline
+from commandbus.web.access import Access, Visitor
 from support.waiting import until
 from support.workers import quick_settings
 from web.conftest import Serve
@@ -102,6 +104,43 @@ def test_figures_that_nobody_knows_are_no_zeros(bus: CommandBus, database: str, 
     hour = visit.get("/api/hours", domain="orders").json[0]
     assert [minute["settled"] for minute in hour["minutes"][-4:]] == [None, 30, 20, 10]
     assert hour["wait_p99"] == pytest.approx(1.0, rel=0.25)
+
+
+def test_workers_by_supervisor_with_health_and_post_mortems(bus: CommandBus, database: str, serve: Serve) -> None:
+    odd = '<i>"\x1b[31m'
+    sent = bus.send("orders", "slow", {}, command_id=HOSTILE_ID)
+    with psycopg.connect(database, autocommit=True) as conn:
+        conn.execute(
+            "INSERT INTO commandbus.worker (id, host, pid, supervisor, domains, types, concurrency, version, "
+            "                               state, health, died_at, death) VALUES "
+            "('alive', 'm1', 1, 'sup', '{orders}', '{orders/slow}', 2, '1', 'ACTIVE', %s, NULL, NULL), "
+            "('lone', 'm1', 2, NULL, '{orders}', '{}', 2, '1', 'ACTIVE', NULL, NULL, NULL), "
+            "('dead', 'm1', 3, 'sup', '{orders}', '{}', 2, '1', 'STOPPED', NULL, now(), %s)",
+            (json.dumps({"state": "DEGRADED", "reasons": [odd]}), f"died of SIGSEGV {odd}"),
+        )
+        conn.execute(
+            "INSERT INTO commandbus.attempt (command, number, verdict, worker, rung, error) VALUES "
+            "(%s, 1, 'RETRY', 'dead', 'crash', 'it did it'), (%s, 2, 'WAIVED', 'dead', 'crash', 'only near')",
+            (sent.id, sent.id),
+        )
+    operator, reader = Visitor("ann", "operator"), Visitor("bob", "reader")
+    access = Access(tokens={"a" * 20: operator, "b" * 20: reader})
+    text = serve(access, headers={"Authorization": "Bearer " + "a" * 20}).get("/workers").text
+    assert (
+        text.index("Supervisor sup") < text.index("alive") < text.index("Inside applications") < text.index("lone")
+    )
+    assert "<strong>degraded</strong>: &lt;i&gt;" in text
+    assert text.count("actions/recycle-worker") == 1, "only for a live worker that has a supervisor"
+    assert "died of SIGSEGV" in text
+    assert "<strong>charged</strong>: orders/slow" in text
+    assert "<strong>not charged</strong>: orders/slow" in text
+    assert "<i>" not in text
+    assert "\x1b" not in text
+    visit = serve(access, headers={"Authorization": "Bearer " + "b" * 20})
+    assert "actions/recycle-worker" not in visit.get("/workers").text
+    assert visit.post_json("/api/actions/recycle-worker", {"worker": "alive"}).status == 403
+    (dead,) = visit.get("/api/post-mortems").json
+    assert [item["is_charged"] for item in dead["attempts"]] == [True, False]
 
 
 def test_a_sparkline_has_gaps_and_marks_and_no_markup_of_others() -> None:

@@ -19,6 +19,8 @@ from commandbus.model.page import Page
 if TYPE_CHECKING:
     from commandbus.flow.commands import operate
     from commandbus.flow.workers import figures, requests, slots
+    from commandbus.flow.workers import post_mortems as dead
+    from commandbus.flow.workers.post_mortems import PostMortem
     from commandbus.flow.workers.requests import Asked, LiveStack
     from commandbus.flow.workers.slots import WorkerSlots
     from commandbus.model.minute_figures import HourFigures
@@ -26,6 +28,7 @@ else:
     operate = lazy("commandbus.flow.commands.operate")
     figures = lazy("commandbus.flow.workers.figures")
     requests = lazy("commandbus.flow.workers.requests")
+    dead = lazy("commandbus.flow.workers.post_mortems")
     slots = lazy("commandbus.flow.workers.slots")
 
 T = TypeVar("T")
@@ -47,6 +50,10 @@ class FleetMethods(BusBase):
         """The last sixty minutes of these domains or of all: what was settled, what was ready, how long commands
         waited, and when workers of another version came."""
         return self.run(then(figures.last_hour(domains or None), Page))
+
+    def post_mortems(self, *, limit: int = 50) -> Page[PostMortem]:
+        """The last workers that died: how, and which attempts were charged for it and which were not."""
+        return self.run(then(dead.post_mortems(limit=limit), Page))
 
     def request_stack(self, domain: str, command_id: str, *, wait: Duration = 5) -> LiveStack:
         """Where a running command is at this moment: files, lines and functions. Its worker is asked, and has so
@@ -85,6 +92,7 @@ class AsyncFleetMethods(BusBase):
 
     watch_slots = awaited(FleetMethods.watch_slots)
     last_hour = awaited(FleetMethods.last_hour)
+    post_mortems = awaited(FleetMethods.post_mortems)
 
     async def request_stack(self, domain: str, command_id: str, *, wait: Duration = 5) -> LiveStack:
         """Where a running command is at this moment: files, lines and functions. Its worker is asked, and has so

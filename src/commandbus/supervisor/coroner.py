@@ -40,6 +40,7 @@ from commandbus.flow.commands.rescue import (
 from commandbus.flow.commands.settle import Settlement, settle
 from commandbus.flow.limits.metrics import FleetFigures, figures
 from commandbus.logger import safe_logger
+from commandbus.model import payload
 from commandbus.model.attempt_counts import AttemptCounts
 from commandbus.model.client_sockets import Socket, Times, opened_by_handlers
 from commandbus.model.counting import counted
@@ -294,7 +295,9 @@ class Coroner(DatabaseService):
         """Make one attempt at a case. If the worker still holds something after that, another one follows."""
         self._end_sessions(case)
         case.read_chunks()
-        self._connection.run(note_death(case.worker))
+        is_planned = case.death.cause is Cause.STOPPED and not case.slots
+        death = None if is_planned else payload.clean_text(case.death.sentence, longest=2000)
+        self._connection.run(note_death(case.worker, death))
         held = {domain: self._held(case, domain) for domain in case.hello.domains}
         if case.findings is None:
             case.note_chunk_types(held)

@@ -158,6 +158,11 @@ async def _run_schedule(bus: AsyncCommandBus, operator: str, given: Fields) -> s
     return f"schedule {given['name']} has sent {sent.domain} {sent.command_id}"
 
 
+async def _recycle_worker(bus: AsyncCommandBus, operator: str, given: Fields) -> str:
+    await bus.recycle_worker(given["worker"], operator=operator, reason=given.get("reason"))
+    return f"worker {given['worker']} drains and is replaced"
+
+
 async def _cancel_batch(bus: AsyncCommandBus, operator: str, given: Fields) -> str:
     await bus.cancel_batch(given["domain"], given["id"], operator=operator, reason=given.get("reason"))
     return f"batch {given['id']} is being canceled"
@@ -193,6 +198,7 @@ ACTIONS: dict[str, Action] = {
     "pause-schedule": Action(("domain", "name"), _pause_schedule),
     "resume-schedule": Action(("domain", "name"), _resume_schedule),
     "run-schedule": Action(("domain", "name"), _run_schedule),
+    "recycle-worker": Action(("worker",), _recycle_worker),
     "cancel-batch": Action(("domain", "id"), _cancel_batch),
     "cancel-process": Action(("domain", "id"), _cancel_process),
     "retry-process": Action(("domain", "id"), _retry_process),

@@ -248,3 +248,18 @@ def test_an_attempt_that_is_canceled_while_its_process_is_made_never_runs(
     monkeypatch.undo()
     after = bus.send("orders", "echo").command_id
     until(lambda: status(bus, after) == "COMPLETED")
+
+
+def test_the_stack_of_a_running_child_process_and_its_autopsy_later(
+    bus: CommandBus, db: psycopg.Connection[Any], start_worker: StartWorker
+) -> None:
+    worker = start_worker(handlers, concurrency=1, cancel_grace=0.3)
+    bus.send("orders", "hang", {"how": "swallow"}, command_id="h", timeout=6)
+    found = until(lambda: (asked := bus.request_stack("orders", "h", wait=5)).stacks and asked)
+    assert (found.worker, found.problem) == (worker.id, None)
+    functions = [frame.function for stack in found.stacks for frame in stack.frames]
+    assert "hang" in functions
+    assert any(frame.file.endswith("isolated_handlers.py") for stack in found.stacks for frame in stack.frames)
+    until(lambda: one(db, "SELECT count(*) FROM commandbus.attempt WHERE rung = 'kill'"))
+    autopsy = one(db, "SELECT autopsy FROM commandbus.attempt WHERE rung = 'kill' LIMIT 1")
+    assert autopsy["process"]["dump"].count("Current thread") == 1, "what was sampled is no part of the autopsy"

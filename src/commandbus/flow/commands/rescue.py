@@ -128,9 +128,9 @@ def held_by(
 
 
 @operation(atomic=False)
-def note_death(worker: str) -> Steps[None]:
-    """Record that the process of a worker is dead. What it held is settled after that."""
-    yield Statement(sql.text("commands/note_death"), {"worker": worker})
+def note_death(worker: str, death: str | None = None) -> Steps[None]:
+    """Record that the process of a worker is dead, and how it died. What it held is settled after that."""
+    yield Statement(sql.text("commands/note_death"), {"worker": worker, "death": death})
 
 
 @operation(atomic=False)

@@ -265,6 +265,7 @@ CREATE TABLE commandbus.undelivered_reply (
 --         null while no type has a bad attempt in its window
 -- version, code_version  the release of commandbus, and the version of the application's code (the setting code_version)
 -- died_at  when its supervisor knew that its process was dead; null: nobody has seen its end
+-- death    how it died, as a phrase after "the worker process"; null if it ended in order
 CREATE TABLE commandbus.worker (
     id            text PRIMARY KEY,
     host          text NOT NULL,
@@ -283,8 +284,10 @@ CREATE TABLE commandbus.worker (
     rates         json NOT NULL DEFAULT '{}',
     health        json,
     counts        jsonb,
-    died_at       timestamptz
+    died_at       timestamptz,
+    death         text
 ) WITH (fillfactor = 50);
+CREATE INDEX worker_died ON commandbus.worker (died_at) WHERE death IS NOT NULL;
 
 -- Idle workers that want to be notified. A send notifies only if there is such a row that has not expired, because NOTIFY
 -- takes one lock for all committing senders of a server.
