@@ -23,6 +23,7 @@ DURATIONS = {
     "migrate --wait",
     "process start --deadline",
     "prune --age",
+    "recycle --wait",
     "roles --keep",
     "keys override --until",
     "schedules create --every",
@@ -34,7 +35,9 @@ DURATIONS = {
     "send --expires",
     "send --max-delay",
     "send --timeout",
+    "stack --wait",
     "status --interval",
+    "top --interval",
     "wait --wait",
 }
 LISTS = {
