@@ -246,3 +246,15 @@ def test_what_is_ready_is_counted_once_a_minute_over_all_priorities(bus: Command
 def test_an_idle_domain_writes_nothing(bus: CommandBus, db: Db) -> None:
     run(db, add_figures("orders", settled=0, waits=NONE, counts_ready=True))
     assert one(db, "SELECT count(*) FROM commandbus.minute_figure") == 0
+
+
+def test_a_new_version_of_the_code_is_marked(bus: CommandBus, db: Db) -> None:
+    db.execute(
+        "INSERT INTO commandbus.worker "
+        "       (id, host, pid, domains, concurrency, version, code_version, state, started_at) "
+        "VALUES ('old', 'm', 1, '{orders}', 1, '1', '8f3a', 'ACTIVE', now() - interval '2 h'), "
+        "       ('new', 'm', 2, '{orders}', 1, '1', '9b4c', 'ACTIVE', now() - interval '5 m')"
+    )
+    (hour,) = bus.last_hour("orders")
+    assert [mark.version for mark in hour.marks] == ["9b4c"]
+    assert {minute.settled for minute in hour.minutes} == {0}, "workers were there, and settled nothing"
