@@ -167,6 +167,7 @@ def test_the_api_describes_itself_and_gives_what_the_pages_show(
         "/api/stack",
         "/api/batch",
         "/api/process",
+        "/api/process/graph",
         "/api/plan",
         "/api/actions/{name}",
     }

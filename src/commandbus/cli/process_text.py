@@ -19,6 +19,7 @@ from commandbus.cli.render import (
 )
 from commandbus.cli.table import columns
 from commandbus.model.process import ProcessRecord, ProcessStatus, SignalRecord, StepRecord, StepStatus
+from commandbus.model.process_graph import would_undo
 
 
 def note(item: ProcessRecord) -> str | None:
@@ -45,6 +46,7 @@ def print_record(record: ProcessRecord) -> None:
             "failure": _error(record.failure),
             "cancel": None if record.cancel is None else _request(record.cancel),
             "nested in": None if record.parent is None else _parent(record.parent),
+            "cancel would undo": ", ".join(would_undo(record)) or None,
             "batch": record.batch_id,
             "started": f"{moment(record.created_at)} ({age_of(record.created_at)} ago)",
             "last moved": record.updated_at if record.started_at is not None else None,

@@ -3,18 +3,20 @@ templates."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Final
 
 from commandbus.flow.limits.detail import LimitBackoff
 from commandbus.flow.schedules.timeline import ScheduleTimeline
+from commandbus.model.process_graph import GraphEdge, GraphNode, ProcessGraph
 from commandbus.quick_dataclass import dataclass
 
 WIDTH: Final = 1000.0
 HEIGHT: Final = 100.0
 TICKS: Final = 6
 ROW: Final = 24
+START, TOP, COLUMN, LINE, BOX_WIDTH, BOX_HEIGHT = 130, 20, 300, 84, 160, 46
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +107,55 @@ def firings_chart(found: ScheduleTimeline) -> FiringsChart:
         for number, item in enumerate(ordered)
     ]
     return FiringsChart(rows, ticks(found.start, found.end), ROW * (len(rows) + 2))
+
+
+@dataclass(frozen=True, slots=True)
+class DrawnEdge:
+    """An edge of a process graph: a line, and what it says."""
+
+    x1: int
+    y1: int
+    x2: int
+    y2: int
+    edge: GraphEdge
+
+
+@dataclass(frozen=True, slots=True)
+class DrawnNode:
+    """A box of a process graph."""
+
+    x: int
+    y: int
+    node: GraphNode
+
+
+@dataclass(frozen=True, slots=True)
+class DrawnProcess:
+    """A process graph with places."""
+
+    nodes: list[DrawnNode]
+    edges: list[DrawnEdge]
+    width: int
+    height: int
+
+
+def drawn_process(graph: ProcessGraph) -> DrawnProcess:
+    """Boxes in columns, with room between them for what the edges say."""
+    places = {node.number: (START + node.column * COLUMN, TOP + node.row * LINE) for node in graph.nodes}
+    nodes = [DrawnNode(*places[node.number], node) for node in graph.nodes]
+    edges = [_drawn_edge(places, edge) for edge in graph.edges]
+    return DrawnProcess(nodes, edges, START + graph.columns * COLUMN, TOP + graph.rows * LINE)
+
+
+def _drawn_edge(places: Mapping[int, tuple[int, int]], edge: GraphEdge) -> DrawnEdge:
+    x, y = places[edge.end]
+    if edge.is_undo:
+        start_x, start_y = places[edge.start]
+        return DrawnEdge(start_x + BOX_WIDTH // 2, start_y + BOX_HEIGHT, x + BOX_WIDTH // 2, y, edge)
+    if edge.start == 0:
+        return DrawnEdge(8, TOP + BOX_HEIGHT // 2, x, y + BOX_HEIGHT // 2, edge)
+    start_x, start_y = places[edge.start]
+    return DrawnEdge(start_x + BOX_WIDTH, start_y + BOX_HEIGHT // 2, x, y + BOX_HEIGHT // 2, edge)
 
 
 def position(moment: datetime, first: datetime, last: datetime) -> float:

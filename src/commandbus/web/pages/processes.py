@@ -6,6 +6,8 @@ from fastapi import Request
 from fastapi.responses import Response
 
 from commandbus.errors import CommandNotFoundError
+from commandbus.model.process_graph import process_graph
+from commandbus.web.charts import drawn_process
 from commandbus.web.console import Console
 from commandbus.web.pages.page_route import PageRoutes
 
@@ -23,6 +25,7 @@ def routes(console: Console) -> PageRoutes:
         record = await bus.get_process(domain, id)
         if record is None:
             raise CommandNotFoundError(f"no process {id!r} in domain {domain!r}")
-        return console.page(request, "process.html", record=record)
+        graph = process_graph(record)
+        return console.page(request, "process.html", record=record, graph=graph, drawn=drawn_process(graph))
 
     return {"/processes": processes, "/process": process}

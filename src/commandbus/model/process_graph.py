@@ -1,0 +1,120 @@
+"""A process as a graph: its steps from left to right, what runs side by side below each other, and each
+compensation below the step that it undoes. Pure.
+
+An edge leads from what was done to what followed. An edge to something that has not ended says what the process
+waits for. `would_undo` names the steps that a cancel undoes, in that order: completed ones that nothing has undone
+yet. Only the program knows which of its steps have an undo; a step without one stays as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby, pairwise
+from typing import Final
+
+from commandbus.model.process import ProcessRecord, StepRecord, StepStatus
+from commandbus.quick_dataclass import dataclass
+
+MOST_NODES: Final = 80
+MOST_CROSSING: Final = 16
+
+
+@dataclass(frozen=True, slots=True)
+class GraphNode:
+    """A step or a compensation, and where it stands. `kind` is command, signal, sleep or process."""
+
+    number: int
+    name: str
+    kind: str
+    status: StepStatus
+    undoes: int | None
+    column: int
+    row: int
+    step: StepRecord
+
+
+@dataclass(frozen=True, slots=True)
+class GraphEdge:
+    """From one step (0: the start) to another. `waits_for` says for what, if the second has not ended."""
+
+    start: int
+    end: int
+    is_undo: bool
+    waits_for: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessGraph:
+    """The graph. `left_out`: so many of the first steps are not in it."""
+
+    nodes: list[GraphNode]
+    edges: list[GraphEdge]
+    would_undo: list[str]
+    columns: int
+    rows: int
+    left_out: int
+
+
+def process_graph(record: ProcessRecord) -> ProcessGraph:
+    """The graph of a process with its steps (`get_process`)."""
+    forward = [step for step in record.steps if step.undoes is None]
+    left_out = max(0, len(forward) - MOST_NODES)
+    # What is sent in one move has the same moment.
+    groups = [list(group) for _, group in groupby(forward[left_out:], key=lambda step: step.sent_at)]
+    nodes = [_node(step, column, row) for column, group in enumerate(groups) for row, step in enumerate(group)]
+    places = {node.number: node.column for node in nodes}
+    undos = [step for step in record.steps if step.undoes in places][:MOST_NODES]
+    heights = {column: len(group) for column, group in enumerate(groups)}
+    for step in undos:
+        column = places[step.undoes or 0]
+        nodes.append(_node(step, column, heights[column]))
+        heights[column] += 1
+    edges = [*_forward(groups), *(_undo(step) for step in undos)]
+    return ProcessGraph(nodes, edges, would_undo(record), len(groups), max(heights.values(), default=0), left_out)
+
+
+def would_undo(record: ProcessRecord) -> list[str]:
+    """The completed steps that nothing has undone yet, the last one first; none if the process cannot be
+    canceled."""
+    if record.status.is_final:
+        return []
+    undone = {step.undoes for step in record.steps if step.undoes is not None}
+    done = [
+        step
+        for step in record.steps
+        if step.undoes is None and step.status is StepStatus.COMPLETED and step.kind in (None, "process")
+    ]
+    return [step.name for step in reversed(done) if step.number not in undone]
+
+
+def _node(step: StepRecord, column: int, row: int) -> GraphNode:
+    return GraphNode(step.number, step.name, step.kind or "command", step.status, step.undoes, column, row, step)
+
+
+def _forward(groups: Sequence[Sequence[StepRecord]]) -> list[GraphEdge]:
+    edges = [GraphEdge(0, step.number, is_undo=False, waits_for=_waits_for(step)) for step in (groups or [[]])[0]]
+    for before, after in pairwise(groups):
+        starts = before if len(before) * len(after) <= MOST_CROSSING else before[:1]
+        edges += [
+            GraphEdge(start.number, end.number, is_undo=False, waits_for=_waits_for(end))
+            for start in starts
+            for end in after
+        ]
+    return edges
+
+
+def _undo(step: StepRecord) -> GraphEdge:
+    return GraphEdge(step.undoes or 0, step.number, is_undo=True, waits_for=_waits_for(step))
+
+
+def _waits_for(step: StepRecord) -> str | None:
+    """For what the process waits, in a few words."""
+    if step.status is not StepStatus.SENT:
+        return None
+    if step.kind == "signal":
+        return f"the signal {step.command_type}"
+    if step.kind == "sleep":
+        return "a moment" if step.deadline_at is None else f"{step.deadline_at:%H:%M:%S}"
+    if step.kind == "process":
+        return "a nested process"
+    return "a person" if step.command_status == "IN_TROUBLESHOOTING_QUEUE" else "its reply"
