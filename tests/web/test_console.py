@@ -166,6 +166,7 @@ def test_the_api_describes_itself_and_gives_what_the_pages_show(
         "/api/limit",
         "/api/stack",
         "/api/batch",
+        "/api/batch/commands",
         "/api/process",
         "/api/process/graph",
         "/api/plan",

@@ -168,6 +168,12 @@ async def _cancel_batch(bus: AsyncCommandBus, operator: str, given: Fields) -> s
     return f"batch {given['id']} is being canceled"
 
 
+async def _retry_batch(bus: AsyncCommandBus, operator: str, given: Fields) -> str:
+    report = await bus.retry_failed(given["domain"], given["id"], operator=operator, reason=given.get("reason"))
+    new = "" if report.new_batch_id is None else f" in batch {report.new_batch_id}"
+    return f"batch {given['id']}: {report.retried} retried, {report.sent_again} sent again{new}"
+
+
 async def _cancel_process(bus: AsyncCommandBus, operator: str, given: Fields) -> str:
     await bus.cancel_process(given["domain"], given["id"], operator=operator, reason=given.get("reason"))
     return f"process {given['id']} is being canceled: what it has done is undone"
@@ -200,6 +206,7 @@ ACTIONS: dict[str, Action] = {
     "run-schedule": Action(("domain", "name"), _run_schedule),
     "recycle-worker": Action(("worker",), _recycle_worker),
     "cancel-batch": Action(("domain", "id"), _cancel_batch),
+    "retry-batch": Action(("domain", "id"), _retry_batch),
     "cancel-process": Action(("domain", "id"), _cancel_process),
     "retry-process": Action(("domain", "id"), _retry_process),
 }

@@ -2,15 +2,42 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from fastapi import APIRouter
 
 from commandbus.errors import CommandNotFoundError
 from commandbus.model.batch import BatchRecord
+from commandbus.model.command import CommandRecord, CommandStatus
 from commandbus.model.page import Page
 from commandbus.model.process import ProcessRecord
 from commandbus.model.process_graph import ProcessGraph, process_graph
 from commandbus.web.api.parameters import Cursor, Domain, Id, Limit
 from commandbus.web.console import Console
+
+
+@dataclass(frozen=True, slots=True)
+class BatchMember:
+    """A command of a batch, without its data (`/api/command` has that)."""
+
+    command_id: str
+    command_type: str
+    status: CommandStatus
+    error_type: str | None
+    error_code: str | None
+    error: str | None
+
+    @classmethod
+    def of(cls, record: CommandRecord) -> BatchMember:
+        """What the list shows of a command."""
+        return cls(
+            record.command_id,
+            record.command_type,
+            record.status,
+            record.error_type,
+            record.error_code,
+            record.error,
+        )
 
 
 def add_routes(router: APIRouter, console: Console) -> None:
@@ -21,6 +48,18 @@ def add_routes(router: APIRouter, console: Console) -> None:
     async def batches(limit: Limit = 50, cursor: Cursor = None) -> Page[BatchRecord]:
         """Batches, newest first."""
         return await bus.query_batches(limit=limit, cursor=cursor)
+
+    @router.get("/batch/commands")
+    async def members(
+        domain: Domain,
+        id: Id,  # noqa: A002
+        status: CommandStatus | None = None,
+        limit: Limit = 50,
+        cursor: Cursor = None,
+    ) -> Page[BatchMember]:
+        """The commands of a batch, newest first; with `status`, only those that have it."""
+        found = await bus.batches.list_commands(domain, id, status, limit=limit, cursor=cursor)
+        return Page([BatchMember.of(item) for item in found], found.next_cursor, found.is_partial)
 
     @router.get("/batch")
     async def batch(domain: Domain, id: Id) -> BatchRecord:  # noqa: A002
