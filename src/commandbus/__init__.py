@@ -60,6 +60,7 @@ _NAMES = {
     "commandbus.flow.commands.query": "CommandFilters CommandQuery",
     "commandbus.flow.commands.unhandled_types": "UnhandledType",
     "commandbus.flow.limits.detail": "InLimitLine LimitBackoff LimitDetail PermitHolder",
+    "commandbus.flow.commands.why_waiting": "WhyWaiting",
     "commandbus.flow.limits.inspect": "ControlAction Estimate LimitInfo",
     "commandbus.flow.schedules.operate": "ScheduleRecord",
     "commandbus.flow.schedules.timeline": "ScheduleFirings ScheduleTimeline",

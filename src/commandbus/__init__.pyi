@@ -270,6 +270,9 @@ from commandbus.flow.commands.query import (
 from commandbus.flow.commands.unhandled_types import (
     UnhandledType as UnhandledType,
 )
+from commandbus.flow.commands.why_waiting import (
+    WhyWaiting as WhyWaiting,
+)
 from commandbus.flow.limits.detail import (
     InLimitLine as InLimitLine,
 )

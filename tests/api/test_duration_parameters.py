@@ -91,7 +91,16 @@ RECORDS = {
         "LimitInfo",
         *("InLimitLine", "LimitBackoff", "LimitDetail", "PermitHolder"),
     ),
-    *("LiveStack", "PlanRecord", "ScheduleRecord", "SlotInfo", "UnhandledType", "WorkerInfo", "WorkerSlots"),
+    *(
+        "LiveStack",
+        "PlanRecord",
+        "ScheduleRecord",
+        "SlotInfo",
+        "UnhandledType",
+        "WhyWaiting",
+        "WorkerInfo",
+        "WorkerSlots",
+    ),
 }
 """Made by us: what comes out is seconds, or an instant."""
 BAD = [-1, "-5s", math.nan, math.inf, -math.inf, "5 parsecs", "soon", "", True, False, [], 10**12, "11y", 10**400]

@@ -105,6 +105,7 @@ def test_every_block_of_the_guide_is_run_by_a_test_here() -> None:
         "handlers.schedule(",
         "bus.schedules.create(",
         "bus.get_ledger(",
+        "bus.why_waiting(",
         "bus.list_failures(",
         "commandbus failures --domain",
         "commandbus show orders order-17",
@@ -183,6 +184,8 @@ def test_a_plan_is_previewed_started_and_stopped(
 def test_the_ledger_of_a_command(bus: CommandBus, capsys: pytest.CaptureFixture[str]) -> None:
     exec(block("python", "bus.get_ledger("), {"bus": bus})
     assert capsys.readouterr().out.startswith("delayed 20")
+    exec(block("python", "bus.why_waiting("), {"bus": bus})
+    assert capsys.readouterr().out.startswith("it may run in about 1h (its sender wanted it later)\nNone 3")
 
 
 def test_the_fleet_is_watched(bus: CommandBus, database: str, capsys: pytest.CaptureFixture[str]) -> None:

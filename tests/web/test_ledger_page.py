@@ -6,7 +6,7 @@ import pytest
 
 from commandbus import CommandBus
 from web.conftest import Serve
-from web.test_console import settled
+from web.test_console import HOSTILE_ID, settled
 
 
 def test_the_ledger_of_a_command_is_on_its_page_and_in_the_api(
@@ -42,3 +42,27 @@ def test_troubleshooting_is_grouped_by_failure(database: str, bus: CommandBus, s
     assert 'aria-current="true"' in chosen
     assert visit.get("/api/troubleshooting", fingerprint=one).status == 200
     assert visit.get("/troubleshooting", fingerprint="no").status == 400
+
+
+def test_the_page_of_a_command_says_everything_about_it(database: str, bus: CommandBus, serve: Serve) -> None:
+    settled(database, bus)
+    bus.key_limits.set("orders", "tenant", concurrency=1)
+    bus.send("orders", "ship", {"n": 1}, command_id="keyed", key="a<b>", key_limit="tenant", priority="high")
+    bus.send("orders", "ship", {"n": 1}, command_id="waits", timeout="90s", max_attempts=7)
+    visit = serve()
+    bad = visit.get("/command", domain="orders", id=HOSTILE_ID).text
+    assert "Attempt 1, permanent: PermanentCommandError" in bad
+    assert "<code>web/test_console.py: ship</code>" in bad or "test_console.py: ship</code>" in bad
+    assert "raise PermanentCommandError" in bad
+    assert "/troubleshooting?domain=orders&amp;command_type=ship&amp;fingerprint=" in bad
+    assert "code version " in bad
+    assert HOSTILE_ID not in bad
+    waits = visit.get("/command", domain="orders", id="waits").text
+    assert "It does not run now: no worker of domain orders runs; it is the next in the queue." in waits
+    assert "commandbus send orders ship &#39;{&#34;n&#34;: 1}&#39; --max-attempts 7 --timeout 1m30s" in waits
+    assert "bus.send(&#39;orders&#39;, &#39;ship&#39;, {&#39;n&#39;: 1}" in waits
+    assert 'data-copy="copy-1" hidden' in waits, "without a script there is only the text"
+    keyed = visit.get("/command", domain="orders", id="keyed").text
+    assert "a&lt;b&gt; of key limit tenant" in keyed
+    assert "<dt>Priority</dt><dd>high</dd>" in keyed
+    assert visit.get("/api/command", domain="orders", id="waits").json["why_waiting"]["waits"] is True

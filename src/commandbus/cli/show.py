@@ -53,15 +53,20 @@ def show(session: CliSession, words: tuple[str, ...], with_traceback: bool, with
         trail = bus.get_audit_trail(record.domain, record.command_id).items
         attempts = bus.run(list_attempts(record.domain, record.command_id))
         ledger = bus.get_ledger(record.domain, record.command_id)
+        waiting = bus.why_waiting(record.domain, record.command_id)
         part = bus.run(process_of(record.id))
         effects = bus.commands.get_effects(record.domain, record.command_id).items
         checkpoint = bus.commands.get_checkpoint(record.domain, record.command_id)
     if session.as_json:
         without = {"traceback": not with_traceback, "autopsy": not with_autopsy}
         document = _document(record, part, trail, attempts, without={name for name in without if without[name]})
-        print_json(document | {"effects": effects, "checkpoint": checkpoint, "ledger": ledger})
+        print_json(
+            document | {"effects": effects, "checkpoint": checkpoint, "ledger": ledger, "why_waiting": waiting}
+        )
         return
     _print_record(record, part, checkpoint)
+    if waiting is not None and waiting.waits and record.waiting_text is None:
+        say_heading(f"it does not run now: {waiting.text}")
     if ledger is not None:
         print_ledger(ledger)
     if effects:
@@ -162,6 +167,7 @@ def _print_record(record: CommandRecord, part: PartOfProcess | None, checkpoint:
             else "none",
             "expires": record.expires_at,
             "when used up": record.on_exhausted,
+            "key": None if record.key_limit is None else f"{record.key} of {record.key_limit}",
             "priority": None if record.priority == "normal" else record.priority,
             "attempts": attempts_text(record, most=record.max_attempts),
             "snoozed": counted(record.snoozes, "time") if record.snoozes else None,

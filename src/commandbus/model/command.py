@@ -220,7 +220,8 @@ class CommandRecord:
     "alone". None for a command that runs as its handler says, and for one that has ended.
 
     `expires_at`: it does not start after that. `on_exhausted` is its own, if its sender or its batch gave one.
-    `snoozes`: how often it was snoozed since it was sent, or since an operator's retry.
+    `snoozes`: how often it was snoozed since it was sent, or since an operator's retry. `key` is its key of the
+    key limit `key_limit`, if it has one.
     """
 
     id: int
@@ -259,6 +260,8 @@ class CommandRecord:
     on_exhausted: OnExhausted | None = None
     snoozes: int = 0
     priority: Priority = "normal"
+    key_limit: str | None = None
+    key: str | None = None
 
     @property
     def apart_text(self) -> str | None:

@@ -16,7 +16,9 @@ from urllib.parse import urlencode
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
+from commandbus.model.counting import counted
 from commandbus.model.durations import roughly
+from commandbus.model.folded_frames import folded
 from commandbus.model.ledger_bar import how_long
 from commandbus.model.safe_text import escaped, escaped_lines
 from commandbus.web import sparkline
@@ -46,6 +48,7 @@ def environment() -> Environment:
         raw=raw,
         autopsy=autopsy,
         exactly=how_long,
+        folded=folded_text,
         spark_settled=sparkline.settled,
         spark_ready=sparkline.ready,
         spark_waits=sparkline.waits,
@@ -101,11 +104,29 @@ def lines(text: str | None) -> Markup:
     return Markup('<pre tabindex="0">{}{}</pre>').format(block, more)
 
 
+def folded_text(text: str | None, own_frame: str | None = None) -> Markup:
+    """A traceback: frames of libraries are folded, those of the application are open."""
+    own_file = None if own_frame is None else own_frame.rpartition(": ")[0]
+    shown = Markup("")
+    for part in folded((text or "")[:LONGEST_TEXT], own_file):
+        block = lines(part.text)
+        if part.is_folded:
+            shown += Markup('<details class="folded"><summary>{}</summary>{}</details>').format(
+                counted(part.frames, "frame") + " of libraries", block
+            )
+        else:
+            shown += block
+    cut = len(text or "") - LONGEST_TEXT
+    return shown + (Markup('<p class="cut">… {} more characters</p>').format(cut) if cut > 0 else Markup(""))
+
+
 def autopsy(found: Mapping[str, Any]) -> Markup:
     """What was seen of a stuck attempt: each stack as Python prints it, then the rest."""
     rest = {name: value for name, value in found.items() if name != "stacks"}
     stacks = Markup("").join(
-        Markup("<h4>{}</h4>{}").format(escaped(str(stack.get("title", ""))), lines("\n".join(_frames(stack))))
+        Markup("<h4>{}</h4>{}").format(
+            escaped(str(stack.get("title", ""))), folded_text("\n".join(_frames(stack)))
+        )
         for stack in found.get("stacks", ())
         if isinstance(stack, Mapping)
     )

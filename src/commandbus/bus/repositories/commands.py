@@ -31,11 +31,13 @@ from commandbus.model.priority import Priority
 if TYPE_CHECKING:
     from commandbus.flow.commands import call, failures, history, inspect, ledger, lookup, operate, tsq
     from commandbus.flow.commands import query as queries
+    from commandbus.flow.commands import why_waiting as waiting
     from commandbus.flow.commands.call import CommandOutcome
     from commandbus.flow.commands.failures import FailureGroup
     from commandbus.flow.commands.history import AttemptRecord, StuckAttempt
     from commandbus.flow.commands.inspect import RejectedMessage, UndeliveredReply
     from commandbus.flow.commands.query import CommandFilters, CommandQuery
+    from commandbus.flow.commands.why_waiting import WhyWaiting
     from commandbus.flow.effects import inspect as effects
     from commandbus.flow.effects import operate as effect_actions
 else:
@@ -48,6 +50,7 @@ else:
     operate = lazy("commandbus.flow.commands.operate")
     queries = lazy("commandbus.flow.commands.query")
     tsq = lazy("commandbus.flow.commands.tsq")
+    waiting = lazy("commandbus.flow.commands.why_waiting")
     effects = lazy("commandbus.flow.effects.inspect")
     effect_actions = lazy("commandbus.flow.effects.operate")
 
@@ -129,6 +132,11 @@ class CommandRepository(Repository):
         """Returns where the time of a command went, from its sending to its end or to now. The intervals have no
         gap and no overlap. None if there is no such command."""
         return self._bus.run(ledger.get_ledger(domain, command_id), conn)
+
+    def why_waiting(self, domain: str, command_id: str, *, conn: object = None) -> WhyWaiting | None:
+        """Returns why a command does not run now, its place in line, and how long that will take. None if there is
+        no such command."""
+        return self._bus.run(waiting.why_waiting(domain, command_id), conn)
 
     # --- effects and checkpoints ------------------------------------------------------------------------------
 
@@ -386,6 +394,7 @@ class AsyncCommandRepository(AsyncRepository):
     get_outcome = awaited(CommandRepository.get_outcome)
     get_attempts = awaited(CommandRepository.get_attempts)
     get_ledger = awaited(CommandRepository.get_ledger)
+    why_waiting = awaited(CommandRepository.why_waiting)
     get_effects = awaited(CommandRepository.get_effects)
     get_checkpoint = awaited(CommandRepository.get_checkpoint)
     list_open_effects = awaited(CommandRepository.list_open_effects)

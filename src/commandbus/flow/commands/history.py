@@ -24,6 +24,8 @@ class AttemptRecord:
     """One attempt; `verdict` is what `model/outcome.py` calls it. `number` counts all attempts of the command.
 
     `rung` says what stopped it, and `autopsy` what was seen then: its stacks, and what its database session did.
+    `fingerprint` and `own_frame` say which failure it is (`bus.list_failures`), and `code_version` which code
+    failed, if its worker is still known.
     """
 
     number: int
@@ -40,6 +42,9 @@ class AttemptRecord:
     rung: str | None
     duration_ms: int | None = None
     autopsy: Json = None
+    fingerprint: str | None = None
+    own_frame: str | None = None
+    code_version: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +76,8 @@ def list_attempts(domain: str, command_id: str) -> Steps[list[AttemptRecord]]:
         sql.text("commands/list_attempts"), {"domain": domain, "command_id": names.to_id(command_id)}
     )
     return [
-        AttemptRecord(*(*head, loads_or_none(details), trace, rung, duration_ms, loads_or_none(autopsy)))
-        for *head, details, trace, rung, duration_ms, autopsy in rows
+        AttemptRecord(*(*head, loads_or_none(details), trace, rung, duration_ms, loads_or_none(autopsy), *alike))
+        for *head, details, trace, rung, duration_ms, autopsy, alike in ((*row[:-3], row[-3:]) for row in rows)
     ]
 
 

@@ -60,6 +60,8 @@ class CommandRow(NamedTuple):
     on_exhausted: OnExhausted | None
     snoozes: int | None
     priority: int | None
+    key_limit: str | None
+    key: str | None
 
     @property
     def charged(self) -> int | None:
@@ -178,7 +180,7 @@ def _settled_side(row: CommandRow) -> CommandRecord:
         error_code=row.error_code, error=row.error, timeout=row.timeout, batch_id=row.batch_id,
         charged_attempts=row.charged, apart=None if status.is_final else row.apart,
         expires_at=row.expires_at, on_exhausted=row.on_exhausted, snoozes=row.snoozes or 0,
-        priority=name_of(row.priority),
+        priority=name_of(row.priority), key_limit=row.key_limit, key=row.key,
     )  # fmt: skip
 
 

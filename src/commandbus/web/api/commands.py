@@ -12,6 +12,7 @@ from commandbus.errors import CommandNotFoundError
 from commandbus.flow.commands.failures import FailureGroup
 from commandbus.flow.commands.history import AttemptRecord, StuckAttempt
 from commandbus.flow.commands.inspect import RejectedMessage
+from commandbus.flow.commands.why_waiting import WhyWaiting
 from commandbus.model.command import AuditEntry, CommandRecord, CommandStatus, TsqEntry
 from commandbus.model.ledger import Ledger
 from commandbus.model.page import Page
@@ -53,6 +54,7 @@ class CommandOut(BaseModel):
     attempts: list[AttemptRecord]
     audit: list[AuditEntry]
     ledger: Ledger | None
+    why_waiting: WhyWaiting | None
 
 
 def add_routes(router: APIRouter, console: Console) -> None:
@@ -75,8 +77,10 @@ def add_routes(router: APIRouter, console: Console) -> None:
         if record is None:
             raise CommandNotFoundError(f"no command {id!r} in domain {domain!r}")
         attempts, trail = await bus.get_attempts(domain, id), await bus.get_audit_trail(domain, id)
-        ledger = await bus.get_ledger(domain, id)
-        return CommandOut(command=record, attempts=attempts.items, audit=trail.items, ledger=ledger)
+        ledger, waiting = await bus.get_ledger(domain, id), await bus.why_waiting(domain, id)
+        return CommandOut(
+            command=record, attempts=attempts.items, audit=trail.items, ledger=ledger, why_waiting=waiting
+        )
 
     @router.get("/ledger")
     async def ledger(domain: Domain, id: Id) -> Ledger:  # noqa: A002 - the link's own name

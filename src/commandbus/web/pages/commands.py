@@ -10,6 +10,7 @@ from fastapi.responses import RedirectResponse, Response
 from commandbus.bus import AsyncCommandBus
 from commandbus.errors import CommandNotFoundError
 from commandbus.flow.commands.query import CommandQuery
+from commandbus.model.copied_command import as_cli, as_python
 from commandbus.web.console import Console
 from commandbus.web.ledger_chart import chart_of
 from commandbus.web.pages.page_route import PageRoutes
@@ -38,18 +39,19 @@ def routes(console: Console) -> PageRoutes:
         record = await bus.get_command(domain, id)
         if record is None:
             raise CommandNotFoundError(f"no command {id!r} in domain {domain!r}")
-        trail = await bus.get_audit_trail(domain, id)
-        attempts = await bus.get_attempts(domain, id)
-        process = await bus.processes.get_by_command(domain, id)
         ledger = await bus.get_ledger(domain, id)
         return console.page(
             request,
             "command.html",
             record=record,
-            trail=trail.items,
-            attempts=attempts.items,
-            process=process,
+            trail=(await bus.get_audit_trail(domain, id)).items,
+            attempts=(await bus.get_attempts(domain, id)).items,
+            process=await bus.processes.get_by_command(domain, id),
+            effects=(await bus.commands.get_effects(domain, id)).items,
+            checkpoint=await bus.commands.get_checkpoint(domain, id),
+            waiting=await bus.why_waiting(domain, id),
             chart=None if ledger is None else chart_of(ledger),
+            copies={"As a line for the shell": as_cli(record), "As Python": as_python(record)},
         )
 
     return {"/commands": commands, "/command": command}

@@ -72,7 +72,20 @@ function listenForKeys() {
   });
 }
 
+// A text that is made to be copied has a button, if the browser can copy.
+function offerCopies() {
+  if (!navigator.clipboard) return;
+  for (const button of document.querySelectorAll("button[data-copy]")) {
+    button.hidden = false;
+    button.addEventListener("click", async () => {
+      const text = document.getElementById(button.dataset.copy).textContent;
+      button.textContent = await navigator.clipboard.writeText(text).then(() => "Copied", () => "Not copied");
+    });
+  }
+}
+
 showLocalTimes(document);
+offerCopies();
 watchNow();
 openWhenPossible();
 refreshParts();
