@@ -29,14 +29,14 @@ HERE = Path(__file__).parent
 CHROMIUM = "/usr/bin/chromium"
 PATIENCE_SECONDS = 120.0
 LARGEST_BYTES = 150_000
-SIZE = {"width": 1180, "height": 760}
+SIZE = {"width": 1280, "height": 860}
 SETTINGS = {"CANCEL_GRACE_SECONDS": "1", "NO_COLOR": "1"}
 WORKERS = ["--processes", "2", "--concurrency", "8"]
 PICTURES = {
     "now": "/",
     "command": f"/command?{urlencode({'domain': 'documents', 'id': 'scan-floor-2'})}",
-    "troubleshooting": "/troubleshooting",
-    "limits": "/limits",
+    "troubleshooting": f"/troubleshooting?{urlencode({'domain': 'orders', 'command_type': 'ship'})}",
+    "limit": f"/limit?{urlencode({'name': 'docai'})}",
 }
 
 

@@ -184,6 +184,7 @@ def test_the_keyboard_leads_everywhere(browser: Browser, site: Site) -> None:
     page.locator("#search").fill("good")
     page.keyboard.press("Enter")
     page.wait_for_url("**/command?domain=orders&id=good")
+    expect(page.locator(".menu [aria-current]")).to_have_text("Commands")
     page.context.close()
 
 

@@ -3,12 +3,20 @@
 
 const RETRY_MILLISECONDS = 3000;
 
+// Today's times have no date, and this year's dates have no year.
+function short(moment, now) {
+  const time = { hour: "2-digit", minute: "2-digit", second: "2-digit" };
+  if (moment.toDateString() === now.toDateString()) return moment.toLocaleTimeString(undefined, time);
+  const year = moment.getFullYear() === now.getFullYear() ? {} : { year: "numeric" };
+  return moment.toLocaleString(undefined, { day: "numeric", month: "short", ...year, ...time });
+}
+
 function showLocalTimes(within) {
   for (const one of within.querySelectorAll("time[datetime]")) {
     const moment = new Date(one.dateTime);
     if (Number.isNaN(moment.getTime()) || one.title) continue;
     one.title = one.textContent;
-    one.textContent = moment.toLocaleString(undefined, { dateStyle: "medium", timeStyle: "medium" });
+    one.textContent = short(moment, new Date());
   }
 }
 
