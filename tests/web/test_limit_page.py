@@ -113,7 +113,7 @@ def test_bars_lie_within_the_chart() -> None:
     chart = backoff_chart(events, NOW)
     assert len(chart.bars) == 4, "what is older than a day is not shown"
     for bar in chart.bars:
-        assert 0 <= bar.x <= bar.x + bar.width <= WIDTH
+        assert 0 <= bar.x < bar.x + bar.width <= WIDTH
         assert 0 <= bar.y < bar.y + bar.height <= HEIGHT
     assert [bar.kind for bar in chart.bars] == ["rate_limited", "opened", "rate_limited", "rate_limited"]
     assert [tick.text for tick in chart.ticks] == ["12:00", "16:00", "20:00", "00:00", "04:00", "08:00"]

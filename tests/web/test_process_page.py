@@ -76,6 +76,7 @@ def test_a_graph_of_what_was_done_and_what_is_waited_for(bus: CommandBus, waitin
     assert "the signal approved" in page
     assert f"Cancel will undo: {', '.join(graph.would_undo)}." in page
     assert page.count('class="node ') == 4
+    assert page.count(">waits for</text>") == 1, "of two edges to one step, one says it"
     assert HOSTILE not in page
     document = visit.get("/api/process/graph", domain="processes", id=HOSTILE).json
     assert document["would_undo"] == graph.would_undo

@@ -16,6 +16,7 @@ WIDTH: Final = 1000.0
 HEIGHT: Final = 100.0
 TICKS: Final = 6
 ROW: Final = 24
+NARROWEST: Final = 2.0
 START, TOP, COLUMN, LINE, BOX_WIDTH, BOX_HEIGHT = 130, 20, 300, 84, 160, 46
 
 
@@ -55,9 +56,9 @@ def backoff_chart(backoffs: Sequence[LimitBackoff], now: datetime, *, hours: int
     highest = max((event.step for event in shown), default=0) + 1
     bars = []
     for event in shown:
-        x = position(event.at, first, now)
+        x = min(position(event.at, first, now), WIDTH - NARROWEST)
         height = HEIGHT * (event.step + 1) / (highest + 1)
-        width = min(max(2.0, WIDTH * event.seconds / (hours * 3600)), WIDTH - x)
+        width = min(max(NARROWEST, WIDTH * event.seconds / (hours * 3600)), WIDTH - x)
         kind = "opened" if event.breaker_open else event.answer
         bars.append(Bar(x, HEIGHT - height, max(width, 0.0), height, kind, event))
     return BackoffChart(bars, ticks(first, now), hours)
@@ -111,13 +112,14 @@ def firings_chart(found: ScheduleTimeline) -> FiringsChart:
 
 @dataclass(frozen=True, slots=True)
 class DrawnEdge:
-    """An edge of a process graph: a line, and what it says."""
+    """An edge of a process graph: a line, and what it says. Of several edges to one step, the first says it."""
 
     x1: int
     y1: int
     x2: int
     y2: int
     edge: GraphEdge
+    text: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,19 +145,23 @@ def drawn_process(graph: ProcessGraph) -> DrawnProcess:
     """Boxes in columns, with room between them for what the edges say."""
     places = {node.number: (START + node.column * COLUMN, TOP + node.row * LINE) for node in graph.nodes}
     nodes = [DrawnNode(*places[node.number], node) for node in graph.nodes]
-    edges = [_drawn_edge(places, edge) for edge in graph.edges]
-    return DrawnProcess(nodes, edges, START + graph.columns * COLUMN, TOP + graph.rows * LINE)
+    first = {edge.end: edge for edge in reversed(graph.edges)}
+    edges = [
+        DrawnEdge(*_line(places, edge), edge, edge.waits_for if first[edge.end] is edge else None)
+        for edge in graph.edges
+    ]
+    width = START + max(graph.columns - 1, 0) * COLUMN + BOX_WIDTH + TOP
+    return DrawnProcess(nodes, edges, width, TOP + graph.rows * LINE)
 
 
-def _drawn_edge(places: Mapping[int, tuple[int, int]], edge: GraphEdge) -> DrawnEdge:
+def _line(places: Mapping[int, tuple[int, int]], edge: GraphEdge) -> tuple[int, int, int, int]:
     x, y = places[edge.end]
-    if edge.is_undo:
-        start_x, start_y = places[edge.start]
-        return DrawnEdge(start_x + BOX_WIDTH // 2, start_y + BOX_HEIGHT, x + BOX_WIDTH // 2, y, edge)
     if edge.start == 0:
-        return DrawnEdge(8, TOP + BOX_HEIGHT // 2, x, y + BOX_HEIGHT // 2, edge)
+        return 8, TOP + BOX_HEIGHT // 2, x, y + BOX_HEIGHT // 2
     start_x, start_y = places[edge.start]
-    return DrawnEdge(start_x + BOX_WIDTH, start_y + BOX_HEIGHT // 2, x, y + BOX_HEIGHT // 2, edge)
+    if edge.is_undo:
+        return start_x + BOX_WIDTH // 2, start_y + BOX_HEIGHT, x + BOX_WIDTH // 2, y
+    return start_x + BOX_WIDTH, start_y + BOX_HEIGHT // 2, x, y + BOX_HEIGHT // 2
 
 
 def position(moment: datetime, first: datetime, last: datetime) -> float:
