@@ -8,9 +8,11 @@ import psycopg
 import pytest
 from plan_reading import explain, first_statement
 
+from commandbus import sql
 from commandbus.flow.commands import failures
 from commandbus.flow.commands.failures import list_failures
 from commandbus.flow.commands.ledger import get_ledger
+from commandbus.flow.operation import Statement
 
 pytestmark = [pytest.mark.slow, pytest.mark.plans, pytest.mark.shared_setup("crowded")]
 Conn = psycopg.Connection[Any]
@@ -66,3 +68,17 @@ def test_a_ledger_reads_by_keys(failing: Conn, generic: bool) -> None:
     for _ in range(2):
         statement = operation.steps.send([row] if "clock_timestamp" in str(statement.sql) else [])
         assert explain(failing, statement, generic=generic).visited("attempt") <= 2
+
+
+def test_a_place_in_the_queue_is_counted_along_the_index(conn: Conn, generic: bool) -> None:
+    """Of the last of a large backlog: up to the cap, and no further."""
+    (command_id,) = conn.execute(
+        "SELECT command_id FROM commandbus.command WHERE domain = 'backlog' AND status = 'PENDING' "
+        "ORDER BY id DESC LIMIT 1"
+    ).fetchone() or ("",)
+    text = sql.text("commands/place_in_queue", domain="backlog")
+    asked = {"domain": "backlog", "command_id": command_id, "most": 101, "alive": 15.0}
+    plan = explain(conn, Statement(text, asked), generic=generic)
+    assert plan.rows == 1
+    assert "Seq Scan" not in plan.kinds("q_backlog__commands"), plan
+    assert plan.visited("q_backlog__commands") <= 310, plan

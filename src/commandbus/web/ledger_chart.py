@@ -10,6 +10,7 @@ from commandbus.model.ledger import Ledger, LedgerAttempt, LedgerState
 from commandbus.model.ledger_bar import LegendLine, describe, how_long, legend
 
 MOST_SHAPES: Final = 400
+LEAST_WIDTH: Final = 0.3  # percent: something is to be seen, however short it was
 NAMED_FROM: Final = 2.0  # percent: a narrower shape has no room for a character
 
 
@@ -65,7 +66,8 @@ def chart_of(ledger: Ledger) -> LedgerChart:
 def _shape(ledger: Ledger, start: datetime, end: datetime, title: str, mark: str, kind: str) -> Shape:
     whole = ledger.seconds or 1.0
     x = 100 * (start - ledger.sent_at).total_seconds() / whole
-    width = max(0.1, 100 * (end - start).total_seconds() / whole)
+    width = max(LEAST_WIDTH, 100 * (end - start).total_seconds() / whole)
+    x = min(x, 100 - width)
     return Shape(
         f"{x:.3f}%", f"{width:.3f}%", f"{x + width / 2:.3f}%", title, mark if width >= NAMED_FROM else "", kind
     )
