@@ -37,6 +37,7 @@ SAMPLES: dict[str, tuple[str, object]] = {
     "environment": ("production", "production"),
     "prepared_statements": ("false", False),
     "max_payload_bytes": ("512KiB", 524_288),
+    "mask": ("*.password, data.card.number", ("*.password", "data.card.number")),
     "handlers": ("shop.tasks:handlers", "shop.tasks:handlers"),
     "domains": ("billing, mail", ("billing", "mail")),
     "concurrency": ("8", 8),
@@ -420,9 +421,9 @@ def test_an_unknown_argument_is_refused_with_a_guess(project: Path) -> None:
 
 
 def test_unknown_variables_are_warned_of_without_their_values(project: Path) -> None:
-    environ = {"WORKER_CONCURENCY": "s3cret", "COMMANDBUS_ZZZ": "s3cret", "PATH": "/bin", "CANCEL_GRACE": "1"}
+    environ = {"WORKER_CONCURENCY": "s3cret", "COMMANDBUS_ZZZZZ": "s3cret", "PATH": "/bin", "CANCEL_GRACE": "1"}
     assert load_settings(environ=environ, directory=project).warnings == (
-        "environment COMMANDBUS_ZZZ: not a setting, ignored",
+        "environment COMMANDBUS_ZZZZZ: not a setting, ignored",
         "environment WORKER_CONCURENCY: not a setting, ignored; did you mean WORKER_CONCURRENCY?",
     )
 

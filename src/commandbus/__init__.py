@@ -42,6 +42,7 @@ _NAMES = {
         InvalidCommandError InvalidOperationError InvalidPayloadError InvalidScheduleError
         LimitLostError LimitTimeoutError MiddlewareError MissingPrivilegeError PermanentCommandError
         PlanChangedError PlanNotFoundError ProcessNotFoundError RateLimitError
+        RehearsalRefusedError
         ScheduleNotFoundError SchemaError SendFailedError TransactionEndedError TransactionUsedError
         TransientCommandError UnknownCommandTypeError UnknownDomainError UnknownLimitError
         UniqueConflictError UniqueKeyLockedError UnknownKeyLimitError UnknownQueueError
@@ -98,6 +99,7 @@ _NAMES = {
         StrayReply
     """,
     "commandbus.model.queue": "QueueInfo QueueMessage QueueMetrics",
+    "commandbus.model.rehearsal": "Rehearsal RehearsedCall RehearsedSend TableChanges",
     "commandbus.model.retry": "OnExhausted RetryPolicy",
     "commandbus.model.schedule": "MissedPolicy OverlapPolicy Schedule",
     "commandbus.model.schedule_times": "ScheduleTimes",
@@ -120,6 +122,7 @@ _NAMES = {
     "commandbus.worker.execution.lazy_transaction": "AsyncTransaction Transaction",
     "commandbus.worker.execution.lifespan_declarations": "WorkerState",
     "commandbus.worker.health": "HealthState HealthStatus",
+    "commandbus.worker.rehearsal.rehearse": "rehearse",
     "commandbus.worker.reply_router": "ProcessReplyRouter WorkerOptions",
     "commandbus.worker.worker_options": "StopReport",
     "commandbus.worker.watchdog": "WorkerWatchdog",

@@ -184,6 +184,9 @@ from commandbus.errors import (
     RateLimitError as RateLimitError,
 )
 from commandbus.errors import (
+    RehearsalRefusedError as RehearsalRefusedError,
+)
+from commandbus.errors import (
     ScheduleNotFoundError as ScheduleNotFoundError,
 )
 from commandbus.errors import (
@@ -531,6 +534,18 @@ from commandbus.model.queue import (
 from commandbus.model.queue import (
     QueueMetrics as QueueMetrics,
 )
+from commandbus.model.rehearsal import (
+    Rehearsal as Rehearsal,
+)
+from commandbus.model.rehearsal import (
+    RehearsedCall as RehearsedCall,
+)
+from commandbus.model.rehearsal import (
+    RehearsedSend as RehearsedSend,
+)
+from commandbus.model.rehearsal import (
+    TableChanges as TableChanges,
+)
 from commandbus.model.retry import (
     OnExhausted as OnExhausted,
 )
@@ -695,6 +710,9 @@ from commandbus.worker.health import (
 )
 from commandbus.worker.health import (
     HealthStatus as HealthStatus,
+)
+from commandbus.worker.rehearsal.rehearse import (
+    rehearse as rehearse,
 )
 from commandbus.worker.reply_router import (
     ProcessReplyRouter as ProcessReplyRouter,

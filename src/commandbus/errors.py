@@ -231,6 +231,10 @@ class InvalidOperationError(CommandBusError):
     """The command is not in a state that allows the operation; somebody else may have been faster."""
 
 
+class RehearsalRefusedError(InvalidOperationError):
+    """A command was not rehearsed. The message says why, and what would allow it."""
+
+
 class PlanChangedError(InvalidOperationError):
     """Since the preview of a plan, commands that it chooses came or went. Nothing was done; look again."""
 

@@ -29,6 +29,7 @@ DURATIONS = {
     "schedules create --every",
     "schedules create --expires",
     "plan preview --over",
+    "rehearse --timeout",
     "schedules create --timeout",
     "send --debounce",
     "send --delay",

@@ -48,6 +48,7 @@ from commandbus import (
     handler,
     load_settings,
     nested,
+    rehearse,
     sleep,
     step,
     wait_for,
@@ -94,6 +95,7 @@ RECORDS = {
     *(
         "LiveStack",
         "PlanRecord",
+        "Rehearsal",
         "ScheduleRecord",
         "SlotInfo",
         "UnhandledType",
@@ -215,6 +217,9 @@ TRIES: dict[str, Try] = {
         f"{bus.replace('CommandBus', 'PlanRepository')}.preview(over)": tried
         for bus, tried in of_bus(lambda bus, value: bus.plans.preview("orders", "retry", over=value))
     },
+    "rehearse(timeout)": lambda value: rehearse(
+        "shop:handlers", "orders", "x", timeout=value, settings=Settings(database_url=NOBODY)
+    ),
     **of_schedules("create(every)", lambda schedules, value: schedules.create("orders", "x", every=value)),
     **of_schedules(
         "create(timeout)", lambda schedules, value: schedules.create("orders", "x", every=60, timeout=value)

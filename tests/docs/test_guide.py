@@ -112,6 +112,10 @@ def test_every_block_of_the_guide_is_run_by_a_test_here() -> None:
         "commandbus doctor",
         "commandbus console",
         "bus.plans.preview(",
+        "bus.commands.replay(",
+        "mask = [",
+        "commandbus rehearse",
+        "import rehearse",
         "commandbus plan preview",
         "create_console(",
         "bus.watch_slots()",
@@ -228,6 +232,46 @@ def test_failures_that_are_alike(bus: CommandBus, database: str, capsys: pytest.
     said = capsys.readouterr().out
     assert said.startswith("2 KeyError ")
     assert said.endswith("test_guide.py: ship 2 8f3a\n")
+
+
+def test_a_command_is_replayed_and_a_mask_is_read(bus: CommandBus, database: str, tmp_path: Path) -> None:
+    handlers = HandlerRegistry()
+
+    @handlers.handler("orders", "ship")
+    def ship(command: Any, ctx: Any) -> None:
+        raise PermanentCommandError("no such city")
+
+    bus.send("orders", "ship", {"city": "Bon", "n": 1}, command_id="ship-17")
+    Worker(handlers, database_url=database).run(until_idle=True)
+    names: dict[str, Any] = {"bus": bus}
+    exec(block("python", "bus.commands.replay("), names)
+    new, old = bus.get_command("orders", names["sent"].command_id), bus.get_command("orders", "ship-17")
+    assert new is not None
+    assert old is not None
+    assert (new.data, old.status) == ({"city": "Bonn", "n": 1}, CommandStatus.CANCELED)
+    (tmp_path / "commandbus.toml").write_text(block("toml", "mask = ["))
+    loaded = load_settings({}, config_file=tmp_path / "commandbus.toml")
+    assert loaded.mask == ("*.password", "data.card.number", "result.token")
+
+
+def test_a_command_is_rehearsed(
+    bus: CommandBus, database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    text = (
+        "from commandbus import HandlerRegistry\nhandlers = HandlerRegistry()\n"
+        "@handlers.handler('orders', 'ship')\ndef ship(command, ctx):\n    return 'shipped'\n"
+    )
+    (tmp_path / "shop.py").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    bus.send("orders", "ship", {}, command_id="ship-17")
+    exec(block("python", "import rehearse"), {"bus": bus})
+    assert "shop.ship would complete\nshipped [] [] []" in capsys.readouterr().out
+    words = shlex.split(block("sh", "commandbus rehearse"))[1:]
+    ran = subprocess.run(
+        [sys.executable, "-m", "commandbus.cli", *words, "--database", database], capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
 
 
 def test_the_console_is_mounted_in_an_application(bus: CommandBus, database: str) -> None:

@@ -170,6 +170,7 @@ def test_the_api_describes_itself_and_gives_what_the_pages_show(
         "/api/process",
         "/api/process/graph",
         "/api/plan",
+        "/api/rehearse",
         "/api/actions/{name}",
     }
     for path in described.keys() - needed:

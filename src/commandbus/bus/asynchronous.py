@@ -122,7 +122,7 @@ class AsyncCommandBus(
             operation = next(plan)
             while True:
                 try:
-                    answer = await self.run(operation, conn)
+                    answer = await AsyncCommandBus.run(self, operation, conn)  # as it is: a subclass may mask it
                 except CommandBusError as error:
                     operation = plan.throw(error)
                 else:

@@ -73,6 +73,8 @@ COMMANDS = {
         "plan",
         "Plans: retry, cancel or complete many commands of the troubleshooting queue, after a preview.",
     ),
+    "rehearse": ("rehearse", "Run the handler of a command and roll everything back, to see what it would do."),
+    "replay": ("replay", "Send a new command like an old one that has ended, with other data."),
     "batch": ("batch", "Batches: commands that are watched as one, and what happens when all are done."),
     "process": ("process", "Processes (sagas): commands that follow each other, and are undone if one fails."),
     "rejected": ("rejected", "List messages that were not commands, newest first, with the reason."),

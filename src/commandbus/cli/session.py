@@ -53,12 +53,12 @@ class CliSession:
 
     @contextmanager
     def bus(self) -> Iterator[CommandBus]:
-        """A bus on a database that is reachable."""
-        from commandbus.bus import CommandBus
+        """A bus on a database that is reachable. What it returns is masked."""
+        from commandbus.bus.masked import bus_for_people
 
         with self.reachable() as settings:
             modest = replace(settings, pool_min_size=0, pool_max_size=1, pool_timeout=POOL_SECONDS)
-            with CommandBus(settings=modest) as bus:
+            with bus_for_people(modest) as bus:
                 yield bus
 
     @contextmanager

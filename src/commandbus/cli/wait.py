@@ -7,6 +7,7 @@ import click
 from commandbus.cli.parameters import DURATION
 from commandbus.cli.render import compact, say
 from commandbus.cli.session import CliCommand, CliSession
+from commandbus.model.mask import Mask
 
 
 @click.command(cls=CliCommand)
@@ -21,6 +22,7 @@ def wait(session: CliSession, domain: str, command_id: str, seconds: float) -> N
     """
     with session.bus() as bus:
         result = bus.wait(domain, command_id, wait=seconds)
+        result = Mask(bus.settings.mask).hide("result", result)
     session.answer(result, lambda: say(compact(result)))
 
 

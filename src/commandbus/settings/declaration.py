@@ -29,6 +29,7 @@ from commandbus.settings.kinds import (
     duration,
     durations,
     fraction,
+    mask_rules,
     or_word,
     pattern,
     redis_url,
@@ -91,6 +92,10 @@ class Settings:
     max_payload_bytes: int = _setting(
         DEFAULT_MAX_BYTES, "COMMANDBUS_MAX_PAYLOAD_BYTES", "max_payload_bytes", byte_size(),
         "Largest JSON text of a command's data or result",
+    )  # fmt: skip
+    mask: tuple[str, ...] = _setting(
+        (), "COMMANDBUS_MASK", "mask", mask_rules(),
+        "Fields that nobody sees, such as *.password,data.card.number,result.token",
     )  # fmt: skip
 
     handlers: str | None = _setting(

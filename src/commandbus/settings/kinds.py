@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final, cast
 
 from commandbus.model.durations import Duration, format_seconds, parse_seconds
+from commandbus.model.mask import parse_rules
 from commandbus.model.names import check_domain
 from commandbus.quick_dataclass import dataclass
 from commandbus.settings.secrets import (
@@ -93,6 +94,16 @@ def durations() -> Kind:
 def domain_names() -> Kind:
     def parse(value: object, name: str) -> tuple[str, ...]:
         return tuple(dict.fromkeys(check_domain(item) for item in items(value, name)))
+
+    return Kind(parse, ",".join)
+
+
+def mask_rules() -> Kind:
+    def parse(value: object, name: str) -> tuple[str, ...]:
+        try:
+            return parse_rules(items(value, name))
+        except ValueError as error:
+            raise ValueError(f"{name}: {str(error).removeprefix(f'{name}: ')}") from None
 
     return Kind(parse, ",".join)
 

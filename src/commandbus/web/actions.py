@@ -14,6 +14,7 @@ from commandbus.bus import AsyncCommandBus
 from commandbus.errors import InvalidCommandError
 from commandbus.model.json_values import Json
 from commandbus.model.plan import check_action
+from commandbus.web.rendering import query
 
 Fields = Mapping[str, str]
 LONGEST_FIELD = 1_000_000
@@ -74,6 +75,20 @@ async def _complete(bus: AsyncCommandBus, operator: str, given: Fields) -> str:
         given["domain"], given["id"], result, operator=operator, reason=given.get("reason")
     )
     return f"{given['domain']} {given['id']} is completed"
+
+
+async def _replay(bus: AsyncCommandBus, operator: str, given: Fields) -> Step:
+    data = _json(given["data"], "data")
+    sent = await bus.commands.replay(
+        given["domain"],
+        given["id"],
+        data,
+        cancel=given.get("cancel") == "yes",
+        operator=operator,
+        reason=given.get("reason"),
+    )
+    page = f"/command{query({'domain': sent.domain, 'id': sent.command_id})}"
+    return Step(f"{sent.domain} {sent.command_id} is a replay of {given['id']}", page)
 
 
 async def _preview_plan(bus: AsyncCommandBus, operator: str, given: Fields) -> Step:
@@ -189,6 +204,7 @@ ACTIONS: dict[str, Action] = {
     "retry": Action(("domain", "id"), _retry),
     "cancel-troubled": Action(("domain", "id"), _cancel_troubled),
     "complete": Action(("domain", "id", "result?"), _complete),
+    "replay": Action(("domain", "id", "data", "cancel?"), _replay),
     "preview-plan": Action(
         ("domain", "action", "command_type?", "error_code?", "fingerprint?", "ids?", "over?", "result?"),
         _preview_plan,

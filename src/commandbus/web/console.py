@@ -16,6 +16,7 @@ from fastapi.responses import HTMLResponse, Response
 from psycopg.conninfo import make_conninfo
 
 from commandbus.bus import AsyncCommandBus
+from commandbus.bus.masked import async_bus_for_people
 from commandbus.db.pool import check_conninfo, options_of
 from commandbus.settings import Settings
 from commandbus.troubleshooting import AsyncTroubleshootingQueue
@@ -37,7 +38,11 @@ _PAGES: Final = (
 class Console:
     """What pages, actions and API share."""
 
-    def __init__(self, settings: Settings, access: Access, *, connections: int = CONNECTIONS) -> None:
+    def __init__(
+        self, settings: Settings, access: Access, *, connections: int = CONNECTIONS, handlers: str | None = None
+    ) -> None:
+        self.settings = settings
+        self.handlers = handlers  # MODULE:REGISTRY; with it, commands can be rehearsed here
         self.access = access
         self.reading = _bus(settings, READ_SECONDS, connections)
         self.acting = _bus(settings, ACT_SECONDS, 1)
@@ -83,6 +88,7 @@ class Console:
                 pages=_PAGES,
                 status_code=status_code,
                 visitor=visitor,
+                handlers=self.handlers,
                 mark="" if visitor is None else self.access.csrf_mark(visitor),
                 given=dict(request.query_params),
                 **values,
@@ -100,4 +106,4 @@ def _bus(settings: Settings, seconds: int, connections: int) -> AsyncCommandBus:
     modest = replace(
         settings, database_url=url, pool_min_size=0, pool_max_size=connections, pool_timeout=float(2 * seconds)
     )
-    return AsyncCommandBus(settings=modest)
+    return async_bus_for_people(modest)

@@ -24,6 +24,7 @@ from commandbus.model.safe_text import escaped, escaped_lines
 from commandbus.web import sparkline
 
 LONGEST_TEXT: Final = 20_000
+LONGEST_EDIT: Final = 200_000
 
 
 @lru_cache(maxsize=1)
@@ -46,6 +47,7 @@ def environment() -> Environment:
         lines=lines,
         query=query,
         raw=raw,
+        editable=editable,
         autopsy=autopsy,
         exactly=how_long,
         folded=folded_text,
@@ -65,6 +67,13 @@ def _harmless(value: Any) -> Any:
 def raw(value: object) -> Markup:
     """A value that a form gives back unchanged, so that an id stays what it is."""
     return escape(str(value))
+
+
+def editable(value: object) -> Markup:
+    """A JSON value for a field in which people edit it: in plain ASCII, so that every character comes back as it
+    was. One that is too long for that is left to the command line."""
+    text = json.dumps(value, indent=2)
+    return escape(text if len(text) <= LONGEST_EDIT else "")
 
 
 def time(moment: datetime | None) -> Markup:

@@ -33,6 +33,7 @@ from commandbus.flow.effects.write import Checkpoint, Write, Written
 from commandbus.logger import safe_logger
 from commandbus.model.outcome import Failure
 from commandbus.settings import Settings
+from commandbus.worker import masking
 from commandbus.worker.attempt_registry import AttemptRegistry, Running
 from commandbus.worker.board import State
 from commandbus.worker.board_writer import BoardWriter
@@ -86,6 +87,7 @@ class WorkerRuntime:
     def __init__(self, spec: WorkerSpec, settings: Settings) -> None:
         self._spec = spec
         self._settings = settings
+        masking.use(settings.mask)
         self.stuck = 0
         self._changing = threading.Lock()
         self._is_recycled = False  # was it logged that this worker will be replaced?

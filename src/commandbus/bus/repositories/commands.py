@@ -25,11 +25,12 @@ from commandbus.model.command import (
 from commandbus.model.effect import CheckpointRecord, EffectRecord, EffectState
 from commandbus.model.json_values import JsonValue, PayloadObject
 from commandbus.model.ledger import Ledger
+from commandbus.model.mask import Mask
 from commandbus.model.page import Page
 from commandbus.model.priority import Priority
 
 if TYPE_CHECKING:
-    from commandbus.flow.commands import call, failures, history, inspect, ledger, lookup, operate, tsq
+    from commandbus.flow.commands import call, failures, history, inspect, ledger, lookup, operate, replay, tsq
     from commandbus.flow.commands import query as queries
     from commandbus.flow.commands import why_waiting as waiting
     from commandbus.flow.commands.call import CommandOutcome
@@ -48,6 +49,7 @@ else:
     ledger = lazy("commandbus.flow.commands.ledger")
     lookup = lazy("commandbus.flow.commands.lookup")
     operate = lazy("commandbus.flow.commands.operate")
+    replay = lazy("commandbus.flow.commands.replay")
     queries = lazy("commandbus.flow.commands.query")
     tsq = lazy("commandbus.flow.commands.tsq")
     waiting = lazy("commandbus.flow.commands.why_waiting")
@@ -323,6 +325,30 @@ class CommandRepository(Repository):
         action = operate.operator_action(operator or whoami(), reason, "CANCEL")
         return self._bus.run(operate.cancel(names.check_domain(domain), command_id, action), conn)
 
+    def replay(
+        self,
+        domain: str,
+        command_id: str,
+        data: JsonValue,
+        *,
+        new_id: str | None = None,
+        cancel: bool = False,
+        operator: str | None = None,
+        reason: str | None = None,
+        conn: object = None,
+    ) -> SentCommand:
+        """Send a new command like this one, which has ended or needs a person, with other data.
+
+        The audit trails of both name the other one. With `cancel`, the old one, which needs a person, is canceled
+        in the same transaction. Where a field of `data` is masked (`***`), the new command gets the old value.
+        """
+        action = operate.operator_action(operator or whoami(), reason)
+        replaying = replay.replay(
+            domain, command_id, data, action, new_id=new_id, cancels=cancel, mask=Mask(self._bus.settings.mask),
+            max_bytes=self._bus.settings.max_payload_bytes, bus=self._bus,
+        )  # fmt: skip
+        return self._bus.run(replaying, conn)
+
     def set_priority(
         self,
         domain: str,
@@ -411,6 +437,7 @@ class AsyncCommandRepository(AsyncRepository):
     list_undelivered = awaited(CommandRepository.list_undelivered)
     list_in_tsq = awaited(CommandRepository.list_in_tsq)
     cancel = awaited(CommandRepository.cancel)
+    replay = awaited(CommandRepository.replay)
     set_priority = awaited(CommandRepository.set_priority)
     operator_retry = awaited(CommandRepository.operator_retry)
     operator_cancel = awaited(CommandRepository.operator_cancel)

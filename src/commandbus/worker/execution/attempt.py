@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import threading
+from dataclasses import replace
 from datetime import UTC, datetime
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
@@ -55,6 +56,7 @@ from commandbus.model.durations import format_seconds
 from commandbus.model.outcome import EXPIRED, Failure, Judgement, Verdict
 from commandbus.model.retry import OnExhausted, RetryPolicy
 from commandbus.quick_dataclass import dataclass
+from commandbus.worker import masking
 from commandbus.worker.execution.handlers import Handler
 
 if TYPE_CHECKING:
@@ -495,14 +497,20 @@ class Attempt:
             )
         return settlement.with_spans(self.spans)
 
+    def masked(self, failure: Failure) -> Failure:
+        """The failure without the hidden fields of its command."""
+        return masking.hidden(self.row, failure) if masking.is_on() else failure
+
     def fail(self, judgement: Judgement, *, is_waived: bool = False) -> Settlement:
         """The settlement of a failure; `is_waived`: its retry is not charged."""
+        judgement = replace(judgement, failure=self.masked(judgement.failure))
         settlement = of_row(self.domain, self.claimed, judgement, started=self.started, is_waived=is_waived)
         return settlement.with_spans(self.spans)
 
     def waive(self, failure: Failure, *, suspect: bool = False, single: bool = False) -> Settlement:
         """The settlement of an attempt that was stopped through no fault of its own. `single`: it runs in no chunk
         any more."""
+        failure = self.masked(failure)
         return waived(
             self.domain, self.claimed, started=self.started, failure=failure, suspect=suspect, single=single
         ).with_spans(self.spans)
@@ -513,6 +521,7 @@ class Attempt:
 
     def snooze(self, failure: Failure, delay_seconds: float) -> Settlement:
         """The settlement of an attempt whose handler wants to be called again later."""
+        failure = self.masked(failure)
         return snoozed(
             self.domain, self.claimed, started=self.started, failure=failure, delay_seconds=delay_seconds
         ).with_spans(self.spans)
@@ -524,8 +533,8 @@ class Attempt:
             self.claimed,
             started=self.started,
             limit=limit,
-            failure=failure,
-            note=note,
+            failure=self.masked(failure),
+            note=masking.hidden_text(self.row, note),
             until=until,
         ).with_spans(self.spans)
 

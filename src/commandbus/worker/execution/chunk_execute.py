@@ -21,6 +21,7 @@ from commandbus.logger import safe_logger
 from commandbus.model.chunk import read_outcomes
 from commandbus.model.outcome import Failure, describe
 from commandbus.model.snooze import Snooze
+from commandbus.worker import masking
 from commandbus.worker.execution.attempt import Attempt, Stop, Why
 from commandbus.worker.execution.chunk import Chunk
 from commandbus.worker.execution.chunk_context import AsyncChunkContext, ChunkContext, become_async_chunk
@@ -156,7 +157,7 @@ class ChunkExecutor:
             if not member.has_committed:
                 ends.append((member, self._end_of(member, outcome)))
             else:
-                ends.append((member, None if note is None else Note(member, note)))
+                ends.append((member, None if note is None else Note(member, member.masked(note))))
         return ends
 
     # --- the handler was stopped -------------------------------------------------------------------------------
@@ -183,6 +184,8 @@ class ChunkExecutor:
         """Nobody is charged. What is long (traceback, autopsy) is kept with the first member; the others name
         it."""
         count, first = len(chunk.members), chunk.members[0]
+        for member in chunk.members if masking.is_on() else ():
+            failure, what = member.masked(failure), masking.hidden_text(member.row, what)
         fate = _BY_ITSELF if single else "not charged"
         text = f"it ran in a chunk of {count} that {what}"
         logger.warning(

@@ -56,6 +56,7 @@ from commandbus.model.retry import NO_RULING, RetryPolicy, Ruling, may_snooze, r
 from commandbus.model.snooze import EffectWait, Snooze
 from commandbus.model.timeouts import Timeouts
 from commandbus.quick_dataclass import dataclass
+from commandbus.worker import masking
 from commandbus.worker.execution.adapters import OURS
 from commandbus.worker.execution.attempt import NEVER, Attempt, Stop, Why
 from commandbus.worker.execution.context import (
@@ -270,11 +271,11 @@ class Executor:
         else:
             text = f"raised {type(error).__name__} after its transaction had completed the command: only noted"
             _log(logging.WARNING, attempt, text)
-        return Note(attempt, describe(error, trace))
+        return Note(attempt, attempt.masked(describe(error, trace)))
 
     def _snooze(self, attempt: Attempt, snooze: Snooze, failure: Failure) -> Settlement:
         """Its handler wants to be called again later, if the policy still allows that."""
-        failure = replace(failure, traceback=None, duration_ms=attempt.elapsed_ms())
+        failure = attempt.masked(replace(failure, traceback=None, duration_ms=attempt.elapsed_ms()))
         delay, options, policy = snooze.delay_seconds, attempt.options, self._policy_of(attempt)
         snoozes, since = options.snoozes or 0, options.snoozed_ago or 0.0
         is_allowed = isinstance(snooze, EffectWait) or may_snooze(
@@ -397,6 +398,7 @@ class Executor:
         )
 
     def _fail(self, attempt: Attempt, judgement: Judgement, raised: BaseException | None = None) -> Settlement:
+        judgement = replace(judgement, failure=attempt.masked(judgement.failure))
         self._on_failed(attempt, judgement)
         judgement = self._with_own_frame(judgement)
         judgement = insist(judgement, attempt.step, has_open_effect=attempt.has_open_effect)
@@ -479,6 +481,10 @@ def _log(
     exception that raises SystemExit), the outcome and the slot must not be lost."""
     with suppress(BaseException):
         what = (attempt.command_type, attempt.command_id, attempt.domain)
+        if masking.is_on():  # the exception itself would be printed as it is
+            trace = traceback_of(raised) if trace is None and raised is not None else trace
+            raised, text = None, masking.hidden_text(attempt.row, text)
+            trace = None if trace is None else masking.hidden_text(attempt.row, trace)
         exc_info = None if raised is None else (type(raised), raised, _own_frames(raised))
         logger.log(
             level, "%s %s of domain %s %s", *what, text, extra=attempt.log_fields, trace=trace, exc_info=exc_info

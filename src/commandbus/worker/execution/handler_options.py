@@ -33,6 +33,7 @@ class HandlerOptions(TypedDict, total=False):
     limits: Sequence[str | Limit]
     fresh_thread: bool
     transaction: TransactionOption
+    rehearsable: bool
 
 
 class AllHandlerOptions(HandlerOptions, total=False):
@@ -57,7 +58,8 @@ class Options:
     thread, which ends with it. `transaction`: True, or the isolation level: it takes a third parameter, `tx`,
     whose writes commit with the command's completion when it returns. `chunk`: it gets a list of so many commands
     at most, or of fewer after so many seconds. `key`: the limit with a key among its limits: so many of a key run
-    at once. `priority`: that of commands that are sent without one: 1 is high, 0 normal, -1 low.
+    at once. `priority`: that of commands that are sent without one: 1 is high, 0 normal, -1 low. `rehearsable`: it
+    does nothing outside its context, so a rehearsal may run it where the network cannot be taken away.
     """
 
     retry_policy: RetryPolicy | None = None
@@ -71,6 +73,7 @@ class Options:
     chunk: ChunkOptions | None = None
     key: KeyRule | None = None
     priority: int | None = None
+    rehearsable: bool = False
 
 
 def check_options(**given: Unpack[AllHandlerOptions]) -> Options:
@@ -90,6 +93,7 @@ def check_options(**given: Unpack[AllHandlerOptions]) -> Options:
         chunk=check_chunk(given.get("chunk"), given.get("chunk_wait")),
         key=key_rule(given.get("limits", ())),
         priority=to_number(given.get("priority")),
+        rehearsable=_flag(given.get("rehearsable", False), "rehearsable"),
     )
 
 
