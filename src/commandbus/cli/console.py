@@ -25,6 +25,10 @@ TOKENS_VARIABLE = "COMMANDBUS_CONSOLE_TOKENS"
 @click.option("--user-header", metavar="NAME", help="A proxy in front names the visitor in this header.")
 @click.option("--operators", metavar="NAMES", default="", help="With --user-header: who may act, with commas.")
 @click.option(
+    "--app", "handlers", metavar="MODULE:REGISTRY",
+    help="The handlers, as `worker` names them: with them, operators can rehearse commands.",
+)  # fmt: skip
+@click.option(
     "--connections", type=click.IntRange(1, 50), default=4, show_default=True,
     help="How many connections its pages use at most.",
 )  # fmt: skip
@@ -37,6 +41,7 @@ def console(
     user_header: str | None,
     operators: str,
     connections: int,
+    handlers: str | None,
 ) -> None:
     """Run the web console: what needs a person, why, and the right button.
 
@@ -66,7 +71,7 @@ def console(
             f"--host {host} would let everybody in: give --tokens or --user-header, or listen on 127.0.0.1"
         )
     with session.reachable() as settings:
-        app = create_console(settings, access, connections=connections)
+        app = create_console(settings, access, connections=connections, handlers=handlers)
         server = uvicorn.Server(uvicorn.Config(app, host=host, port=port, log_level="warning", lifespan="on",
                                                timeout_graceful_shutdown=3))  # fmt: skip
         say(f"the console is at http://{host}:{port}/ (Ctrl-C ends it)")

@@ -34,6 +34,7 @@ from commandbus.web.api import api_routes
 from commandbus.web.console import CONNECTIONS, Console
 from commandbus.web.metrics import add_metrics
 from commandbus.web.pages import page_routes
+from commandbus.web.rehearsing import rehearse_here
 
 logger = safe_logger("commandbus.console")
 
@@ -51,9 +52,16 @@ _SAFE_HEADERS: Final = {
 _Next = Callable[[Request], Awaitable[Response]]
 
 
-def create_console(settings: Settings, access: Access | None = None, *, connections: int = CONNECTIONS) -> FastAPI:
-    """The console as an ASGI application. Without `access`, only this machine gets in."""
-    console = Console(settings, access or Access(), connections=connections)
+def create_console(
+    settings: Settings,
+    access: Access | None = None,
+    *,
+    connections: int = CONNECTIONS,
+    handlers: str | None = None,
+) -> FastAPI:
+    """The console as an ASGI application. Without `access`, only this machine gets in. With `handlers` (a registry
+    as MODULE:REGISTRY), operators can rehearse commands."""
+    console = Console(settings, access or Access(), connections=connections, handlers=handlers)
     app = FastAPI(
         title="commandbus console",
         description="Everything that the console shows, and every action that it offers, as JSON.",
@@ -152,6 +160,9 @@ def _add_actions(app: FastAPI, console: Console) -> None:
                 request, "problem.html", status_code=403, problem="Nothing was done",
                 text=f"{visitor.name} is a reader. An operator may do this.",
             )  # fmt: skip
+        if name == "rehearse":
+            found = await rehearse_here(console, given.get("domain", ""), given.get("id", ""))
+            return console.page(request, "rehearsal.html", found=found, back=_local(given.get("back")))
         if name not in ACTIONS:
             raise CommandNotFoundError(f"there is no action {name!r}")
         sentence = await ACTIONS[name].run(console.acting, visitor.name, ACTIONS[name].check(given))

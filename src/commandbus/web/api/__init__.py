@@ -6,7 +6,7 @@ from typing import Final
 
 from fastapi import APIRouter
 
-from commandbus.web.api import actions, commands, controls, fleet, groups, plans, slots
+from commandbus.web.api import actions, commands, controls, fleet, groups, plans, rehearsals, slots
 from commandbus.web.api.problems import PROBLEMS
 from commandbus.web.console import Console
 
@@ -17,6 +17,7 @@ _MODULES: Final = (
     controls,
     groups,
     plans,
+    rehearsals,
     actions,
 )
 
