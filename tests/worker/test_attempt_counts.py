@@ -75,17 +75,17 @@ def test_every_way_to_end_is_counted_once(
 
 
 def test_waits_and_runs_fall_into_their_buckets(
-    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker, gate: threading.Event
+    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker, go_on: threading.Event
 ) -> None:
     async def work(command: Any, ctx: Any) -> None:
-        await opened(gate)
+        await opened(go_on)
 
     add(handlers, "async", "work", work)
     bus.send("orders", "work")
     db.execute("UPDATE commandbus.command SET created_at = created_at - interval '100 s'")
     worker = start_worker(handlers)
     until(lambda: worker._runtime is not None and worker._runtime.attempts.running)
-    threading.Timer(0.3, gate.set).start()
+    threading.Timer(0.3, go_on.set).start()
     until(lambda: outcomes(worker._counts.read()) == {"completed": 1})
     found = worker._counts.read().by_type["orders", "work"]
     assert found.waits.buckets[BOUNDS.index(300.0)] == 1
@@ -113,11 +113,11 @@ def test_a_chunk_counts_each_member_and_its_time_once(
 
 
 def test_a_stuck_attempt_counts_with_the_time_that_it_ran(
-    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker, gate: threading.Event
+    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker, go_on: threading.Event
 ) -> None:
     @handlers.handler("orders", "work")
     def work(command: Any, ctx: Any) -> None:
-        gate.wait(30)
+        go_on.wait(30)
 
     bus.send("orders", "work", timeout=0.3, max_attempts=1)
     worker = start_worker(handlers, cancel_grace=0.2)
@@ -126,26 +126,26 @@ def test_a_stuck_attempt_counts_with_the_time_that_it_ran(
 
 
 def test_a_lost_lease_is_counted_and_no_outcome(
-    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker, gate: threading.Event
+    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker, go_on: threading.Event
 ) -> None:
     started = threading.Event()
 
     @handlers.handler("orders", "work")
     def work(command: Any, ctx: Any) -> None:
         started.set()
-        gate.wait(20)
+        go_on.wait(20)
 
     bus.send("orders", "work")
     worker = start_worker(handlers)
     assert started.wait(10)
     db.execute("UPDATE pgmq.q_orders__commands SET read_ct = read_ct + 1, vt = now() + interval '1 h'")
-    gate.set()
+    go_on.set()
     until(lambda: worker._counts.read().lease_losses == 1)
     assert outcomes(worker._counts.read()) == {}
 
 
 def test_a_wait_for_a_connection_in_vain_is_counted(
-    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker, gate: threading.Event
+    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker, go_on: threading.Event
 ) -> None:
     holding = threading.Event()
 
@@ -153,7 +153,7 @@ def test_a_wait_for_a_connection_in_vain_is_counted(
     def hold(command: Any, ctx: Any) -> None:
         with ctx.connection():
             holding.set()
-            gate.wait(20)
+            go_on.wait(20)
 
     @handlers.handler("orders", "work")
     def work(command: Any, ctx: Any) -> None:
