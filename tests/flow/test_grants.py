@@ -38,7 +38,11 @@ from commandbus.flow.commands.renew import pending_cancels
 from commandbus.flow.commands.unpark import left_parked
 from commandbus.flow.keys.operate import set_key_limit
 from commandbus.flow.setup.roles import print_roles
+from commandbus.flow.workers.figures import last_hour
+from commandbus.flow.workers.post_mortems import post_mortems
 from commandbus.flow.workers.registry import WorkerIdentity, beat
+from commandbus.flow.workers.requests import ask_for_stack, ask_to_recycle
+from commandbus.flow.workers.slots import watch_slots
 from commandbus.model.breaker import Breaker
 from commandbus.model.key_limit import KeyLimit
 from commandbus.sql import migrations
@@ -69,6 +73,10 @@ def _looking(bus: Bus) -> list[Callable[[], Any]]:
         bus.limits,
         bus.breakers,
         bus.query_batches,
+        lambda: bus.run(watch_slots()),
+        lambda: bus.run(last_hour()),
+        lambda: bus.run(post_mortems(limit=5)),
+        lambda: bus.run(ask_for_stack("orders", "running")),
     ]
 
 
@@ -141,6 +149,10 @@ def test_a_reader_looks(work: Bus, acting: Roles) -> None:
         assert_refused(act)
     assert_refused(reader.claim)
     assert_refused(lambda: reader.prune(age=0))
+    assert_refused(lambda: reader.run(ask_to_recycle("w", operator_action("ann"))))
+    assert_refused(
+        lambda: reader.run(raw("INSERT INTO commandbus.worker_request (worker, kind) VALUES ('w', 'RECYCLE')"))
+    )
 
 
 def test_a_producer_sends(work: Bus, acting: Roles, db: psycopg.Connection[Any]) -> None:

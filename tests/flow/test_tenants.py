@@ -32,9 +32,14 @@ from commandbus.flow.batches.fold_and_complete import fold
 from commandbus.flow.batches.operate import leftovers
 from commandbus.flow.breakers.breaker import Bad, report
 from commandbus.flow.commands.claim import announce, withdraw
+from commandbus.flow.commands.operate import operator_action
 from commandbus.flow.setup.roles import print_roles
+from commandbus.flow.workers.figures import add_figures, last_hour
 from commandbus.flow.workers.registry import WorkerIdentity, beat
+from commandbus.flow.workers.requests import ask_for_stack, ask_to_recycle, open_requests
+from commandbus.flow.workers.slots import publish, watch_slots
 from commandbus.model.breaker import Breaker
+from commandbus.model.minute_figures import BUCKETS
 from commandbus.model.roles import TENANT_KINDS
 from commandbus.sql import migrations
 from support.waiting import until
@@ -62,6 +67,25 @@ def tenants(orders: Bus, prefix: str, connect: Callable[..., Bus], db: psycopg.C
         return connect(orders.url.replace("//postgres@", f"//{user}@", 1))
 
     return acting
+
+
+def test_a_tenant_watches_its_own_workers_and_no_others(orders: Bus, tenants: Roles) -> None:
+    state = {"size": 1, "slots": [], "left_out": 0, "memory_mb": 1.0, "max_memory_mb": None, "max_messages": None}
+    for domain in ("orders", "billing"):
+        identity = WorkerIdentity(f"w-{domain}", "host", 1, [domain], 1, "1")
+        orders.run(beat(identity, state="ACTIVE", running=0, settled=0, rates={}))
+        orders.run(publish(identity.id, [domain], state))
+        orders.run(add_figures(domain, settled=5, waits=[1] * BUCKETS, counts_ready=False))
+    reader, operator = tenants("reader"), tenants("operator")
+    assert [item.worker for item in reader.run(watch_slots())] == ["w-orders"]
+    assert {hour.domain for hour in reader.run(last_hour())} == {"orders"}
+    assert_refused(lambda: reader.run(ask_for_stack("billing", "t0")))
+    assert_refused(lambda: operator.run(ask_to_recycle("w-billing", operator_action("ann"))))
+    assert operator.run(ask_to_recycle("w-orders", operator_action("ann"))).id is not None
+    worker = tenants("worker")
+    assert worker.run(open_requests("w-orders"))[0].kind == "RECYCLE"
+    assert worker.run(publish("w-orders", ["orders"], state)) > 0
+    worker.run(add_figures("orders", settled=5, waits=[1] * BUCKETS, counts_ready=True))
 
 
 def _fill(bus: Bus, domain: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, Final
 
 from fastapi import Request
 from fastapi.responses import Response, StreamingResponse
@@ -15,6 +15,9 @@ from commandbus.web.console import Console
 from commandbus.web.live import TooManyWatchersError
 from commandbus.web.pages.page_route import PageRoutes
 from commandbus.web.rendering import environment
+
+MOST_WORKERS: Final = 40
+"""Whose slots are shown, those in trouble first. The page of workers has the others."""
 
 
 def routes(console: Console) -> PageRoutes:
@@ -49,11 +52,15 @@ def routes(console: Console) -> PageRoutes:
 
 def _now(fleet: Fleet) -> dict[str, Any]:
     found = concerns(fleet)
+    live = [item for item in fleet.workers if item.state != "STOPPED"]
+    views = [view for group in supervisors(live, fleet.slots) for view in group.workers]
+    shown = sorted(views, key=lambda view: (not view.stuck, not view.is_silent))[:MOST_WORKERS]
     return {
         "headline": headline(found),
         "concerns": found,
         "domains": fleet.domains,
         "hours": {hour.domain: hour for hour in fleet.hours},
         "served": fleet.served,
-        "supervisors": supervisors([item for item in fleet.workers if item.state != "STOPPED"], fleet.slots),
+        "views": shown,
+        "more_workers": len(views) - len(shown),
     }
