@@ -74,6 +74,41 @@ def test_who_holds_since_when_who_waits_and_what_happened(bus: CommandBus, busy:
     assert {item["command_id"] for item in document["line"]} >= {"second", "third"}
 
 
+def test_permits_in_redis(bus: CommandBus, database: str, redis_url: str) -> None:
+    handlers, go_on = HandlerRegistry(), threading.Event()
+
+    @handlers.handler("orders", "scan", limits=[Limit("docai", concurrency=1, store="redis", backoff=[600])])
+    def scan(command: Any, ctx: Any) -> None:
+        go_on.wait(60)
+        raise RateLimitError("429")
+
+    settings = quick_settings(database, redis_url=redis_url)
+    with CommandBus(settings=settings) as near, Worker(handlers, settings=settings):
+        bus.send("orders", "scan", command_id="first")
+        until(lambda: near.limit_detail("docai").holders)
+        bus.send("orders", "scan", command_id="second")
+        until(lambda: near.limit_detail("docai").line)
+        found = near.limit_detail("docai")
+        assert [(item.command_id, item.since is not None) for item in found.holders] == [("first", True)]
+        assert [item.command_id for item in found.line] == ["second"]
+        # A program that cannot reach Redis says so, and shows the rest.
+        far = bus.limit_detail("docai")
+        assert (far.limit.mode, far.holders, len(far.line)) == ("unknown", [], 1)
+        go_on.set()
+        until(lambda: near.limit_detail("docai").backoffs)
+        assert near.limit_detail("docai").backoffs[0].answer == "rate_limited"
+
+
+def test_old_back_offs_are_pruned(bus: CommandBus, database: str) -> None:
+    with psycopg.connect(database, autocommit=True) as conn:
+        conn.execute(
+            "INSERT INTO commandbus.limit_backoff (limit_name, at, answer, step, seconds, breaker_open) "
+            "SELECT 'docai', now() - n * interval '2 days', 'timeout', 1, 2, false FROM generate_series(0, 3) n"
+        )
+        bus.prune(age="5d")
+        assert one(conn, "SELECT count(*) FROM commandbus.limit_backoff") == 3
+
+
 def test_an_unknown_limit_is_not_found(bus: CommandBus, serve: Serve) -> None:
     with pytest.raises(UnknownLimitError, match="'nosuch'"):
         bus.limit_detail("nosuch")
