@@ -17,6 +17,7 @@ from psycopg.rows import dict_row
 from bench import (
     burst,
     chunks,
+    console,
     console_drain,
     fleet,
     floors,
@@ -339,6 +340,14 @@ def main() -> None:
     parser.add_argument("--bursts", action="store_true", help="only the bursts after idleness")
     parser.add_argument("--parity", action="store_true", help="only sync handlers against async ones")
     parser.add_argument("--chunks", action="store_true", help="only chunk handlers against single ones")
+    parser.add_argument(
+        "--console",
+        metavar="N",
+        type=int,
+        nargs="?",
+        const=0,
+        help="only: each page of the console beside N commands (10000000; with --quick 300000)",
+    )
     parser.add_argument("--console-drain", action="store_true", help="only: a worker beside an open console")
     parser.add_argument("--peers", metavar="NAME", nargs="*", help="compare with other job queues (these, or all)")
     parser.add_argument(
@@ -374,6 +383,10 @@ def main() -> None:
     if args.unpark is not None:
         with ground(args.database, args.binaries) as base:
             unpark.run(base, args.unpark)
+        return
+    if args.console is not None:
+        with ground(args.database, args.binaries) as base:
+            console.run(base, args.console or (console.QUICK if args.quick else console.COUNT))
         return
     if args.keys is not None:
         with ground(args.database, args.binaries) as base:

@@ -48,10 +48,12 @@ _NAMES = {
         UniqueConflictError UniqueKeyLockedError UnknownKeyLimitError UnknownQueueError
         WorkerStartError
     """,
+    "commandbus.flow.audit.list_actions": "ActionRecord",
     "commandbus.flow.breakers.operate": "BreakerInfo",
     "commandbus.flow.commands.audit_events": "NewAuditEvent",
     "commandbus.flow.commands.call": "CommandOutcome",
     "commandbus.flow.commands.failures": "FailureGroup",
+    "commandbus.flow.commands.find_id": "FoundId",
     "commandbus.flow.commands.history": "AttemptRecord StuckAttempt",
     "commandbus.flow.commands.inspect": """
         DomainStatus RejectedMessage UndeliveredReply WorkerInfo
@@ -62,6 +64,9 @@ _NAMES = {
     "commandbus.flow.commands.unhandled_types": "UnhandledType",
     "commandbus.flow.limits.detail": "InLimitLine LimitBackoff LimitDetail PermitHolder",
     "commandbus.flow.commands.why_waiting": "WhyWaiting",
+    "commandbus.flow.database.report": """
+        DatabaseReport RoleConnections SlowStatement TableHealth TransactionHolder
+    """,
     "commandbus.flow.limits.inspect": "ControlAction Estimate LimitInfo",
     "commandbus.flow.schedules.operate": "ScheduleRecord",
     "commandbus.flow.schedules.timeline": "ScheduleFirings ScheduleTimeline",
@@ -80,6 +85,7 @@ _NAMES = {
         AuditEntry AuditEvent CancelRequest CancelResult Command CommandRecord CommandStatus NewCommand
         SentCommand TsqEntry
     """,
+    "commandbus.model.count": "Count",
     "commandbus.model.command_class": "command",
     "commandbus.model.api_errors": "parse_retry_after raise_for_rate_limit",
     "commandbus.model.durations": "Duration",

@@ -228,6 +228,9 @@ from commandbus.errors import (
 from commandbus.errors import (
     WorkerStartError as WorkerStartError,
 )
+from commandbus.flow.audit.list_actions import (
+    ActionRecord as ActionRecord,
+)
 from commandbus.flow.breakers.operate import (
     BreakerInfo as BreakerInfo,
 )
@@ -239,6 +242,9 @@ from commandbus.flow.commands.call import (
 )
 from commandbus.flow.commands.failures import (
     FailureGroup as FailureGroup,
+)
+from commandbus.flow.commands.find_id import (
+    FoundId as FoundId,
 )
 from commandbus.flow.commands.history import (
     AttemptRecord as AttemptRecord,
@@ -275,6 +281,21 @@ from commandbus.flow.commands.unhandled_types import (
 )
 from commandbus.flow.commands.why_waiting import (
     WhyWaiting as WhyWaiting,
+)
+from commandbus.flow.database.report import (
+    DatabaseReport as DatabaseReport,
+)
+from commandbus.flow.database.report import (
+    RoleConnections as RoleConnections,
+)
+from commandbus.flow.database.report import (
+    SlowStatement as SlowStatement,
+)
+from commandbus.flow.database.report import (
+    TableHealth as TableHealth,
+)
+from commandbus.flow.database.report import (
+    TransactionHolder as TransactionHolder,
 )
 from commandbus.flow.limits.detail import (
     InLimitLine as InLimitLine,
@@ -401,6 +422,9 @@ from commandbus.model.command import (
 )
 from commandbus.model.command_class import (
     command as command,
+)
+from commandbus.model.count import (
+    Count as Count,
 )
 from commandbus.model.durations import (
     Duration as Duration,

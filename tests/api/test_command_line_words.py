@@ -42,6 +42,7 @@ DURATIONS = {
     "wait --wait",
 }
 LISTS = {
+    "audit",
     "batch list",
     "commands",
     "effect list",

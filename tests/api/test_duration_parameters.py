@@ -103,6 +103,7 @@ RECORDS = {
         "WorkerInfo",
         "WorkerSlots",
     ),
+    *("SlowStatement", "TransactionHolder"),
 }
 """Made by us: what comes out is seconds, or an instant."""
 BAD = [-1, "-5s", math.nan, math.inf, -math.inf, "5 parsecs", "soon", "", True, False, [], 10**12, "11y", 10**400]

@@ -112,6 +112,8 @@ def _in_files() -> Iterator[Found]:
                 "filters": "".join(query_filters._FILTERS.values()) + query_filters._AT_PATH.replace("{n}", "0"),
                 "verdicts": query_sources._ENDS[CommandStatus.CANCELED][0],
                 "matches": "true",
+                "after": "AND a.finished_at >= %(after)s",
+                "schema": _HOLE,  # where the extension is
                 "kinds": "pg_catalog.unnest(%(types)s::text[]) AS kind (name)",
                 "claimable": sql.part("limits/claimable"),
                 "fence": sql.part("effects/fence"),

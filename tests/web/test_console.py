@@ -80,6 +80,18 @@ def test_the_search_box_finds_commands_batches_and_processes(database: str, bus:
         assert (found.status, found.headers["location"][: len(target)]) == (303, target)
         assert visit.get(found.headers["location"]).status == 200
     assert "Nothing has the id nobody" in visit.get("/commands", search="nobody").text
+    for search in ("'NO address'", "no address", "error:address", "error:address type:ship domain:orders"):
+        assert ">bad</a>" in visit.get("/commands", search=search).text
+    assert ">bad</a>" not in visit.get("/commands", search="error:address type:other").text
+    assert visit.get("/commands", search="all").headers["location"].startswith("/commands?search=correlation")
+    bus.create_domain("twins")
+    bus.send("twins", "ship", {}, command_id="good")
+    assert "2 things have the id good" in visit.get("/commands", search="good").text
+    assert visit.get("/commands", search="good domain:twins").status == 303
+    assert {(item["kind"], item["domain"]) for item in visit.get("/api/find", id="good").json} == {
+        ("command", "orders"),
+        ("command", "twins"),
+    }
     rows = re.findall(r'<th scope="row">', visit.get("/commands", search="correlation:all status:tsq").text)
     assert len(rows) == 1
     first = visit.get("/commands").text
@@ -162,6 +174,7 @@ def test_the_api_describes_itself_and_gives_what_the_pages_show(
     described = visit.get("/api/openapi.json").json["paths"]
     needed = {
         "/api/command",
+        "/api/find",
         "/api/ledger",
         "/api/limit",
         "/api/stack",

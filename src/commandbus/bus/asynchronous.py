@@ -293,6 +293,8 @@ class AsyncCommandBus(
     start_process = awaited(CommandBus.start_process)
     status = awaited(CommandBus.status)
     workers = awaited(CommandBus.workers)
+    find_id = awaited(CommandBus.find_id)
+    database_report = awaited(CommandBus.database_report)
     pause = awaited(CommandBus.pause)
     resume = awaited(CommandBus.resume)
     pauses = awaited(CommandBus.pauses)

@@ -47,10 +47,13 @@ from commandbus.settings import Settings
 
 if TYPE_CHECKING:
     from commandbus.flow.commands import call as calls
-    from commandbus.flow.commands import inspect, operate, pause, prune
+    from commandbus.flow.commands import find_id, inspect, operate, pause, prune
+    from commandbus.flow.commands.find_id import FoundId
     from commandbus.flow.commands.inspect import DomainStatus, WorkerInfo
     from commandbus.flow.commands.pause import PauseInfo
     from commandbus.flow.commands.prune import PruneReport
+    from commandbus.flow.database import report
+    from commandbus.flow.database.report import DatabaseReport
     from commandbus.flow.setup import domains, migrate
     from commandbus.flow.setup.domains import DomainInfo
     from commandbus.flow.setup.migrate import SchemaState
@@ -60,6 +63,8 @@ if TYPE_CHECKING:
 else:
     calls = lazy("commandbus.flow.commands.call")
     domains = lazy("commandbus.flow.setup.domains")
+    find_id = lazy("commandbus.flow.commands.find_id")
+    report = lazy("commandbus.flow.database.report")
     inspect = lazy("commandbus.flow.commands.inspect")
     migrate = lazy("commandbus.flow.setup.migrate")
     operate = lazy("commandbus.flow.commands.operate")
@@ -336,6 +341,15 @@ class CommandBus(
     def status(self, *domains: str) -> Page[DomainStatus]:
         """Returns how many commands wait, run or need a person, for these domains or for all."""
         return self.run(then(inspect.domain_status(domains or None), Page))
+
+    def find_id(self, id: str, *, domain: str | None = None) -> Page[FoundId]:  # noqa: A002 - the word that people use
+        """Returns all that have this id: commands, batches, processes, workers, and commands with it as their
+        correlation_id."""
+        return self.run(then(find_id.find_id(id, domain), Page))
+
+    def database_report(self) -> DatabaseReport:
+        """Returns what the server says about our tables, open transactions, connections and slow statements."""
+        return self.run(report.database_report())
 
     def workers(self) -> Page[WorkerInfo]:
         """The registry of workers."""

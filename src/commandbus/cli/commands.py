@@ -32,6 +32,14 @@ STATUSES = [*(status.value for status in CommandStatus), *SHORT]
 @click.option("--status", type=click.Choice(STATUSES, case_sensitive=False), help="Only in this status.")
 @click.option("--correlation-id", metavar="ID", help="Only with this correlation id.")
 @click.option("--priority", type=click.Choice(PRIORITIES), help="Only with this priority.")
+@click.option("--worker", metavar="ID", help="Only settled by this worker.")
+@click.option("--error", metavar="TEXT", help="Only with an attempt whose error contains this text.")
+@click.option(
+    "--data",
+    metavar="PATH=VALUE",
+    multiple=True,
+    help="Only with this value in the payload: order_no=17, to.city=Bern.",
+)
 @click.option("--batch", "batch_id", metavar="ID", help="Only members of this batch.")
 @click.option(
     "--since", type=SINCE, metavar="TIME", help="Only sent since then: an ISO instant, or 2h for 2 h ago."
@@ -45,19 +53,27 @@ def commands(
     status: str | None,
     correlation_id: str | None,
     priority: Priority | None,
+    worker: str | None,
+    error: str | None,
+    data: tuple[str, ...],
     batch_id: str | None,
     since: datetime | None,
     limit: int,
     cursor: str | None,
 ) -> None:
-    """List commands, newest first."""
+    """List commands, newest first.
+
+    A search looks at a bounded number of commands. If it has not seen all, it says how to continue.
+    """
+    paths = dict(_path(word) for word in data)
     wanted = None if status is None else CommandStatus(SHORT.get(status, status))
     with session.bus() as bus:
         if batch_id is not None:
             domain, batch_id = find_id.of_batch(bus, batch_id, domain)
         page = bus.query_commands(
             domain=domain, command_type=command_type, status=wanted, correlation_id=correlation_id,
-            batch_id=batch_id, priority=priority, created_after=since, limit=limit, cursor=cursor,
+            batch_id=batch_id, priority=priority, created_after=since, worker=worker, error=error,
+            data=paths or None, limit=limit, cursor=cursor,
         )  # fmt: skip
         if not page.items:
             check_known(bus, domain)
@@ -77,6 +93,13 @@ def commands(
         empty="no commands",
     )  # fmt: skip
     session.say_more(page)
+
+
+def _path(word: str) -> tuple[str, str]:
+    path, equals, value = word.partition("=")
+    if not equals or not path:
+        raise click.UsageError(f"--data {word!r} is not PATH=VALUE, such as order_no=17")
+    return path, value
 
 
 def _status(item: CommandRecord) -> str:

@@ -79,6 +79,11 @@ COMMANDS = {
     "process": ("process", "Processes (sagas): commands that follow each other, and are undone if one fails."),
     "rejected": ("rejected", "List messages that were not commands, newest first, with the reason."),
     "undelivered": ("undelivered", "List replies that could not be delivered, newest first, with the reason."),
+    "audit": ("audit", "List what people did, newest first: who, what, when and why."),
+    "database": (
+        "database",
+        "Show dead rows, open transactions and who holds them, connections, slow statements.",
+    ),
     "console": ("console", "Run the web console: what needs a person, why, and the right button."),
     "top": ("top", "Show what needs a person, what waits and runs per domain, and what every slot runs; live."),
     "stack": ("stack", "Show where a running command is at this moment."),

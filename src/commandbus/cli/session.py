@@ -93,16 +93,17 @@ class CliSession:
         else:
             for_people()
 
-    def say_more(self, page: Page[Any]) -> None:
-        """Print how to get the next page, if there is one; with --json on stderr."""
+    def say_more(self, page: Page[Any], *, is_error: bool = False) -> None:
+        """Print how to get the next page, if there is one; with --json or `is_error` on stderr."""
+        is_error = is_error or self.as_json
         if page.is_partial:
             say(
                 f"this is not all: the search has looked at as many as it may at once; "
                 f"to continue, add --cursor {shlex.quote(page.next_cursor or '')}",
-                is_error=self.as_json,
+                is_error=is_error,
             )
         elif page.next_cursor is not None:
-            say(f"more: add --cursor {shlex.quote(page.next_cursor)}", is_error=self.as_json)
+            say(f"more: add --cursor {shlex.quote(page.next_cursor)}", is_error=is_error)
 
     def warn(self, sentence: str | None) -> None:
         """Print a warning. With --json the document has it in `warning`."""

@@ -32,6 +32,7 @@ _PAGES: Final = (
     ("", "Now"), ("commands", "Commands"), ("troubleshooting", "Troubleshooting"), ("plans", "Plans"),
     ("stuck", "Stuck"), ("limits", "Limits"), ("schedules", "Schedules"), ("batches", "Batches"),
     ("processes", "Processes"), ("workers", "Workers"), ("domains", "Domains"),
+    ("database", "Database"), ("audit", "Audit"),
 )  # fmt: skip
 
 

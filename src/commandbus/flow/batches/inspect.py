@@ -20,8 +20,11 @@ from commandbus.flow.operation import Row, Statement, Steps, operation
 from commandbus.model import names
 from commandbus.model.batch import MOST_LOOKED_AT, BatchPace, BatchRecord, BatchStatus, Waits, eta, rate_now
 from commandbus.model.command import CancelRequest
-from commandbus.model.page import Page, id_of
+from commandbus.model.count import MOST_COUNTED
+from commandbus.model.page import MAX_ID, Page, id_of
 from commandbus.model.payload import loads_or_none
+
+BUDGET = 20_000  # batches that one call looks at
 
 
 class BatchRow(NamedTuple):
@@ -97,11 +100,21 @@ def query(
     running: Mapping[int, int] = {}
     if wanted is None or not wanted.is_final:
         running = yield from _running((yield from _domains()) if domain is None else [domain])
-    rows = yield from _rows(params, limit=limit + 1, running=running)
+    end: int | None = None
+    if batch_id is None and (domain is not None or wanted is not None):
+        found = yield Statement(
+            b"SELECT id FROM commandbus.batch WHERE id < %(before)s::bigint ORDER BY id DESC "
+            b"OFFSET %(budget)s LIMIT 1",
+            {"before": params["before_id"] or MAX_ID, "budget": BUDGET - 1},
+        )
+        end = found[0][0] if found else None
+    rows = yield from _rows({**params, "after_id": end or 0}, limit=limit + 1, running=running)
     items: list[BatchRecord] = []
     for row in rows[:limit]:
         record = yield from _with_eta(row, running)
         items.append(record)
+    if end is not None and len(rows) <= limit:
+        return Page(items, str(end), is_partial=True)
     return Page(items, str(items[-1].id) if len(rows) > limit else None)
 
 
@@ -115,7 +128,9 @@ def _running(domains: Sequence[str]) -> Steps[dict[int, int]]:
     found: dict[int, int] = {}
     for domain in domains:
         try:
-            rows = yield Statement(sql.text("batches/running", domain=domain), {"domain": domain})
+            rows = yield Statement(
+                sql.text("batches/running", domain=domain), {"domain": domain, "most": MOST_COUNTED}
+            )
         except pg.UndefinedTable:
             raise (yield from no_queue(domain)) from None
         found |= dict(rows)
@@ -125,7 +140,8 @@ def _running(domains: Sequence[str]) -> Steps[dict[int, int]]:
 def _domains() -> Steps[list[str]]:
     """The domains that have a batch which is not finished."""
     rows = yield Statement(
-        b"SELECT DISTINCT domain FROM commandbus.batch WHERE finished_at IS NULL ORDER BY domain"
+        b"SELECT d.name FROM commandbus.domain d WHERE EXISTS (SELECT FROM commandbus.batch b "
+        b"WHERE b.domain = d.name AND b.finished_at IS NULL) ORDER BY d.name"
     )
     return [domain for (domain,) in rows]
 

@@ -20,6 +20,7 @@ from commandbus.flow.limits.declare import CHANGED, note_action, tell, unknown_l
 from commandbus.flow.operation import Operation, Plan, Statement, Steps, operation
 from commandbus.model import names
 from commandbus.model.breaker import Breaker
+from commandbus.model.count import MOST_COUNTED, capped
 from commandbus.quick_dataclass import dataclass
 
 T = TypeVar("T")
@@ -53,8 +54,8 @@ class BreakerInfo:
 @operation(atomic=False)
 def list_breakers() -> Steps[list[BreakerInfo]]:
     """The breakers of all limits, and those of command types that have ever counted an attempt or been opened."""
-    rows = yield Statement(sql.text("breakers/list"))
-    return [BreakerInfo(*row) for row in rows]
+    rows = yield Statement(sql.text("breakers/list"), {"most": MOST_COUNTED + 1})
+    return [BreakerInfo(*(*head, capped(parked), is_forced)) for *head, parked, is_forced in rows]
 
 
 @operation(atomic=True)

@@ -18,6 +18,8 @@ from commandbus.model.page import Page, cut, id_of, no_cursor
 from commandbus.model.payload import loads_or_none
 from commandbus.quick_dataclass import dataclass
 
+BUDGET = 10_000  # stopped attempts that one call looks at
+
 
 @dataclass(frozen=True, slots=True)
 class AttemptRecord:
@@ -98,17 +100,31 @@ def list_stuck(
     """
     if since is not None and (not isinstance(since, datetime) or since.tzinfo is None):
         raise InvalidCommandError(f"since must be a datetime with a time zone, not {names.shown(since)}")
+    names.check_count(limit, "limit")
+    start, end = _before(cursor), None
+    if domain is not None or command_type is not None or not everything:
+        found = yield Statement(
+            b"SELECT finished_at FROM commandbus.attempt "
+            b"WHERE rung IS NOT NULL AND finished_at <= COALESCE(%(before)s::timestamptz, 'infinity') "
+            b"ORDER BY finished_at DESC OFFSET %(budget)s LIMIT 1",
+            {"before": start["before"], "budget": BUDGET - 1},
+        )
+        end = found[0][0] if found else None
     rows = yield Statement(
-        sql.text("commands/list_stuck"),
+        sql.text("commands/list_stuck", after="" if end is None else "AND a.finished_at >= %(after)s"),
         {
             "domain": None if domain is None else names.check_domain(domain),
             "command_type": None if command_type is None else names.check_type(command_type),
             "since": since,
             "everything": everything,
-            "limit": names.check_count(limit, "limit") + 1,
+            "limit": limit + 1,
+            "after": end,
         }
-        | _before(cursor),
+        | start,
     )
+    if end is not None and len(rows) <= limit and (since is None or end >= since):
+        stuck = [StuckAttempt(*(*head, loads_or_none(autopsy))) for *head, autopsy in rows]
+        return Page(stuck, f"{end.isoformat()}|1|1|A", is_partial=True)
     return cut([StuckAttempt(*(*head, loads_or_none(autopsy))) for *head, autopsy in rows], limit, _cursor_of)
 
 

@@ -10,6 +10,7 @@ from commandbus import sql
 from commandbus.errors import CommandNotFoundError
 from commandbus.flow.limits.declare import LimitRow, get_limit, read_rows, select_limits
 from commandbus.flow.operation import Statement, Steps, operation
+from commandbus.model.count import MOST_COUNTED, Count, capped
 from commandbus.model.durations import roughly
 from commandbus.model.json_values import Json
 from commandbus.model.limit import SLOWEST_FLOW, PermitUsage, until_next
@@ -129,8 +130,7 @@ class ControlAction:
 def list_waiting() -> Steps[list[tuple[LimitRow, Waiting]]]:
     """All limits, and who waits for them."""
     rows = read_rows((yield select_limits(None)))
-    counted = yield Statement(sql.text("limits/waiting"), {"name": None})
-    waiting = {limit: Waiting(*counts) for limit, *counts in counted}
+    waiting = yield from _waiting(None)
     return [(row, waiting.get(row.name, Waiting())) for row in rows]
 
 
@@ -138,8 +138,19 @@ def list_waiting() -> Steps[list[tuple[LimitRow, Waiting]]]:
 def get_waiting(name: str) -> Steps[tuple[LimitRow, Waiting]]:
     """One limit, and who waits for it."""
     row = yield from get_limit(name).steps
-    counted = yield Statement(sql.text("limits/waiting"), {"name": name})
-    return row, Waiting(*counted[0][1:]) if counted else Waiting()
+    waiting = yield from _waiting(name)
+    return row, waiting.get(name, Waiting())
+
+
+def _waiting(name: str | None) -> Steps[dict[str, Waiting]]:
+    """Who waits for each limit, or for this one. Of each line the first 10,000 are counted."""
+    rows = yield Statement(sql.text("limits/waiting"), {"name": name, "most": MOST_COUNTED + 1})
+    found = {}
+    for limit, commands, callers, seconds in rows:
+        is_cut = commands + callers > MOST_COUNTED
+        both = [Count(min(count, MOST_COUNTED), is_capped=is_cut and count > 0) for count in (commands, callers)]
+        found[limit] = Waiting(both[0], both[1], seconds)
+    return found
 
 
 @operation(atomic=True)
@@ -171,10 +182,18 @@ def lines_of(domain: str, limited: Mapping[int, str]) -> Steps[dict[int, LineEst
     rows = read_rows((yield select_limits(names[0] if len(names) == 1 else None)))
     known = {row.name: row for row in rows}
     found = yield Statement(
-        sql.text("limits/lines"), {"names": names, "domain": domain, "msg_ids": sorted(limited)}
+        sql.text("limits/lines"),
+        {
+            "names": names,
+            "domain": domain,
+            "msg_ids": sorted(limited),
+            "most": MOST_COUNTED + 1,
+        },
     )
     return {
-        msg_id: _call_waiters(known[limited[msg_id]], ahead) for msg_id, ahead in found if limited[msg_id] in known
+        msg_id: _call_waiters(known[limited[msg_id]], capped(ahead))
+        for msg_id, ahead in found
+        if limited[msg_id] in known
     }
 
 

@@ -10,7 +10,7 @@ from commandbus import sql
 from commandbus.errors import InvalidCommandError
 from commandbus.flow.operation import Row, Statement, Steps, operation
 from commandbus.model import names
-from commandbus.model.page import Page, cut, id_of
+from commandbus.model.page import MAX_ID, Page, cut, id_of
 from commandbus.model.payload import loads_or_none
 from commandbus.model.process import (
     ProcessRecord,
@@ -20,6 +20,8 @@ from commandbus.model.process import (
     StepStatus,
     StrayReply,
 )
+
+BUDGET = 20_000  # processes that one call looks at
 
 
 @operation(atomic=False)
@@ -39,6 +41,15 @@ def query_processes(
         raise InvalidCommandError(
             f"status {names.shown(status)} is not a process status; known are {', '.join(ProcessStatus)}"
         )
+    names.check_count(limit, "limit")
+    before, end = id_of(cursor), None
+    if process_id is None and any(value is not None for value in (domain, process_type, status, batch_id)):
+        found = yield Statement(
+            b"SELECT id FROM commandbus.process WHERE id < %(before)s::bigint ORDER BY id DESC "
+            b"OFFSET %(budget)s LIMIT 1",
+            {"before": before or MAX_ID, "budget": BUDGET - 1},
+        )
+        end = found[0][0] if found else None
     rows = yield Statement(
         sql.text("processes/query_processes"),
         {
@@ -47,10 +58,13 @@ def query_processes(
             "process_type": None if process_type is None else names.check_type(process_type),
             "status": status,
             "batch_id": None if batch_id is None else names.to_id(batch_id, "batch_id"),
-            "limit": names.check_count(limit, "limit") + 1,
-            "before_id": id_of(cursor),
+            "limit": limit + 1,
+            "before_id": before,
+            "after_id": end or 0,
         },
     )
+    if end is not None and len(rows) <= limit:
+        return Page([_record(row) for row in rows], str(end), is_partial=True)
     return cut([_record(row) for row in rows], limit, lambda record: record.id)
 
 

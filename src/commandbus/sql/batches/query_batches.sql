@@ -24,7 +24,7 @@ SELECT b.id, b.domain, b.batch_id, b.name, b.holds, shown.status, b.is_open, b.t
                    ELSE b.status END AS status) shown
  WHERE (%(domain)s::text IS NULL OR b.domain = %(domain)s)
    AND (%(batch_id)s::text IS NULL OR b.batch_id = %(batch_id)s)
-   AND (%(before_id)s::bigint IS NULL OR b.id < %(before_id)s)
+   AND (%(before_id)s::bigint IS NULL OR b.id < %(before_id)s) AND b.id >= %(after_id)s
    AND (%(status)s::text IS NULL OR shown.status = %(status)s)
  ORDER BY b.id DESC
  LIMIT %(limit)s

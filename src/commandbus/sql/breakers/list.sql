@@ -10,8 +10,10 @@ SELECT 'type', b.domain || '/' || b.command_type, b.state,
           FROM commandbus.worker w
          WHERE w.heartbeat_at >= pg_catalog.to_timestamp(pg_catalog.min(r.began))
            AND w.counts ? (b.domain || '/' || b.command_type)),
-       (SELECT pg_catalog.count(*) FROM commandbus.parked p
-         WHERE p.reason = 'breaker' AND p.domain = b.domain AND p.command_type = b.command_type),
+       (SELECT pg_catalog.count(*)
+          FROM (SELECT FROM commandbus.parked p
+                 WHERE p.reason = 'breaker' AND p.domain = b.domain AND p.command_type = b.command_type
+                 LIMIT %(most)s) x),
        b.is_forced
   FROM commandbus.breaker b
   LEFT JOIN commandbus.command c ON c.id = b.probe
@@ -23,7 +25,9 @@ SELECT 'type', b.domain || '/' || b.command_type, b.state,
 UNION ALL
 SELECT 'limit', l.name, CASE WHEN NOT l.breaker_open THEN 'CLOSED' WHEN l.probe IS NULL THEN 'OPEN' ELSE 'HALF_OPEN' END,
        l.open_reason, l.opened_at, l.open_until, CASE WHEN l.breaker_open THEN l.probe END, 0, l.failures, 0,
-       (SELECT pg_catalog.count(*) FROM commandbus.parked p WHERE p.limit_name = l.name AND p.woken_at IS NULL),
+       (SELECT pg_catalog.count(*)
+          FROM (SELECT FROM commandbus.parked p WHERE p.limit_name = l.name AND p.woken_at IS NULL
+                 ORDER BY p.limit_name, p.since LIMIT %(most)s) x),
        l.breaker_forced
   FROM commandbus.limits l
  ORDER BY 1 DESC, 2

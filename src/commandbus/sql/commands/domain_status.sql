@@ -2,13 +2,18 @@
 -- whether that were all. A parked command whose turn has come (woken_at) does not count as parked; parked messages, and those that
 -- wait for the turn of their key, are hidden for ten years. A message waits from the moment at which it could be claimed, but at the
 -- earliest from when it was sent: it may have been sent for an instant long ago.
+-- A band of priorities without messages is left out: its walks would go on into the next band.
 -- The walks over the queue have one bound each, and leave out the rest afterwards: of two bounds the planner would expect few rows, and
 -- sort them.
 -- Locks: none. Indexes: q_*_vt_idx in each band of priorities; parked_domain_msg_id_key; keyed_line; tsq_domain_type; rejected_domain.
 WITH seen AS MATERIALIZED (
     SELECT band.shift, q.is_due, {due_at q.vt} AS vt, q.enqueued_at, COALESCE(q.headers ? 'held_by'::text, false) AS held
-      FROM (VALUES ('-infinity'::timestamptz, - {millennium}), ({early}, interval '0'), ({late}, {millennium}))
-           AS band (lowest, shift)
+      FROM (SELECT * FROM (VALUES ('-infinity'::timestamptz, - {millennium}), ({early}, interval '0'), ({late}, {millennium}))
+                           AS band (lowest, shift)
+             WHERE (band.shift = interval '0'
+            OR CASE WHEN band.shift < interval '0'
+                    THEN (SELECT true FROM pgmq.{queue} WHERE vt < {early} ORDER BY vt LIMIT 1)
+                    ELSE (SELECT true FROM pgmq.{queue} WHERE vt >= {late} ORDER BY vt LIMIT 1) END) OFFSET 0) band
      CROSS JOIN LATERAL (
            SELECT * FROM (SELECT true AS is_due, vt, enqueued_at, headers FROM pgmq.{queue}
                            WHERE vt >= band.lowest ORDER BY vt LIMIT %(most)s) due

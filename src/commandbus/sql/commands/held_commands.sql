@@ -2,7 +2,11 @@
 -- lease is short. It looks at so many of each.
 -- Locks: none. Index: q_*_vt_idx, then the command's key.
 SELECT c.id
-  FROM {bands}
+  FROM (SELECT shift FROM {bands}
+         WHERE (band.shift = interval '0'
+                OR CASE WHEN band.shift < interval '0'
+                    THEN (SELECT true FROM pgmq.{queue} WHERE vt < {early} ORDER BY vt LIMIT 1)
+                    ELSE (SELECT true FROM pgmq.{queue} WHERE vt >= {late} ORDER BY vt LIMIT 1) END) OFFSET 0) band
  CROSS JOIN LATERAL (
        SELECT * FROM (SELECT msg_id, message, headers, vt FROM pgmq.{queue}
                        WHERE vt > pg_catalog.now() + shift ORDER BY vt LIMIT %(most)s) next

@@ -9,6 +9,7 @@ SELECT a.command, c.domain, c.command_id, c.command_type, a.number, a.verdict, a
    AND (%(domain)s::text IS NULL OR c.domain = %(domain)s)
    AND (%(command_type)s::text IS NULL OR c.command_type = %(command_type)s)
    AND (%(everything)s::boolean OR a.verdict <> 'WAIVED' AND (a.verdict <> 'CANCELED' OR a.rung <> 'cancel'))
+   {after}
    AND a.finished_at <= COALESCE(%(before)s::timestamptz, 'infinity'::timestamptz)
    AND (%(before)s::timestamptz IS NULL OR (a.finished_at, a.command, a.number, a.verdict)
         < (%(before)s::timestamptz, %(before_command)s::bigint, %(before_number)s::integer, %(before_verdict)s::text))

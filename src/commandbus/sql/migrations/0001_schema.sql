@@ -381,6 +381,7 @@ CREATE TABLE commandbus.batch (
     retry_of            bigint,
     CONSTRAINT batch_domain_batch_id_key UNIQUE (domain, batch_id)
 ) WITH (fillfactor = 50);
+CREATE INDEX batch_unfinished ON commandbus.batch (domain) WHERE finished_at IS NULL;
 CREATE INDEX batch_to_cancel ON commandbus.batch (id) WHERE cancel IS NOT NULL AND finished_at IS NULL;
 
 -- Changes of a batch's counts, by settling, adding and operating, since it was last folded: one row per batch and

@@ -34,6 +34,6 @@ SELECT p.id, p.domain, p.process_id, p.process_type, p.status, p.is_compensating
    AND (%(process_type)s::text IS NULL OR p.process_type = %(process_type)s)
    AND (%(status)s::text IS NULL OR p.status = %(status)s)
    AND (%(batch_id)s::text IS NULL OR b.batch_id = %(batch_id)s)
-   AND (%(before_id)s::bigint IS NULL OR p.id < %(before_id)s)
+   AND (%(before_id)s::bigint IS NULL OR p.id < %(before_id)s) AND p.id >= %(after_id)s
  ORDER BY p.id DESC
  LIMIT %(limit)s

@@ -6,7 +6,18 @@ from typing import Final
 
 from fastapi import APIRouter
 
-from commandbus.web.api import actions, commands, controls, fleet, groups, plans, rehearsals, slots
+from commandbus.web.api import (
+    actions,
+    audit,
+    commands,
+    controls,
+    database,
+    fleet,
+    groups,
+    plans,
+    rehearsals,
+    slots,
+)
 from commandbus.web.api.problems import PROBLEMS
 from commandbus.web.console import Console
 
@@ -18,6 +29,8 @@ _MODULES: Final = (
     groups,
     plans,
     rehearsals,
+    audit,
+    database,
     actions,
 )
 

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict
 
 from commandbus.errors import CommandNotFoundError
 from commandbus.flow.commands.failures import FailureGroup
+from commandbus.flow.commands.find_id import FoundId
 from commandbus.flow.commands.history import AttemptRecord, StuckAttempt
 from commandbus.flow.commands.inspect import RejectedMessage
 from commandbus.flow.commands.why_waiting import WhyWaiting
@@ -65,10 +66,18 @@ def add_routes(router: APIRouter, console: Console) -> None:
     async def commands(
         search: Annotated[str, Query(max_length=1000)] = "", limit: Limit = 50, cursor: Cursor = None
     ) -> Page[CommandRow]:
-        """A page of commands, newest first. `search` is what the search box takes, without an id alone."""
-        wanted = read_search(search, now=datetime.now(UTC)).query
-        found = await bus.query_commands(wanted, limit=limit, cursor=cursor)
-        return Page([CommandRow.model_validate(item) for item in found], found.next_cursor)
+        """A page of commands, newest first. `search` is what the search box takes; words that are no filters are a
+        text in an error. If the page is partial, continue with its cursor."""
+        wanted = read_search(search, now=datetime.now(UTC))
+        wanted = wanted if wanted.id is None else wanted.for_text()
+        found = await bus.query_commands(wanted.query, limit=limit, cursor=cursor)
+        return Page([CommandRow.model_validate(item) for item in found], found.next_cursor, found.is_partial)
+
+    @router.get("/find")
+    async def find(id: Id, domain: Domain | None = None) -> list[FoundId]:  # noqa: A002 - the link's own name
+        """What has this id: commands, batches, processes, workers, and commands with it as their correlation
+        id."""
+        return (await bus.find_id(id, domain=domain)).items
 
     @router.get("/command")
     async def command(domain: Domain, id: Id) -> CommandOut:  # noqa: A002 - the link's own name

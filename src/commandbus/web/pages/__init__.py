@@ -10,8 +10,10 @@ from fastapi.responses import HTMLResponse
 
 from commandbus.web.console import Console
 from commandbus.web.pages import (
+    audit,
     batches,
     commands,
+    database,
     domains,
     limits,
     now,
@@ -35,6 +37,8 @@ _MODULES: Final = (
     workers,
     stack,
     domains,
+    database,
+    audit,
 )
 
 

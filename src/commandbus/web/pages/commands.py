@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import shlex
 from datetime import UTC, datetime
+from urllib.parse import quote
 
 from fastapi import Request
 from fastapi.responses import RedirectResponse, Response
 
-from commandbus.bus import AsyncCommandBus
 from commandbus.errors import CommandNotFoundError
-from commandbus.flow.commands.query import CommandQuery
+from commandbus.flow.commands.find_id import FoundId
 from commandbus.model.copied_command import as_cli, as_python
 from commandbus.web.console import Console
 from commandbus.web.ledger_chart import chart_of
@@ -25,13 +26,27 @@ def routes(console: Console) -> PageRoutes:
     async def commands(request: Request, search: str = "", cursor: str | None = None) -> Response:
         """A page of commands, newest first; or the page of what an id names."""
         wanted = read_search(search, now=datetime.now(UTC))
-        if wanted.id is not None and (target := await _find(bus, wanted.id, wanted.query)) is not None:
-            return RedirectResponse(f"{request.scope.get('root_path', '')}{target}", status_code=303)
-        found = None
-        if wanted.id is None:
-            found = await bus.query_commands(wanted.query, cursor=cursor)
+        named: list[FoundId] = []
+        if wanted.id is not None and cursor is None:
+            named = (await bus.find_id(wanted.id, domain=wanted.query.domain)).items
+            own = [
+                item for item in named if item.kind != "correlation"
+            ] or named  # a process names its commands so
+            if len(own) == 1:
+                target = f"{request.scope.get('root_path', '')}{link_of(own[0])}"
+                return RedirectResponse(target, status_code=303)
+        if wanted.id is not None:
+            wanted = wanted.for_text()
+        found = None if named else await bus.query_commands(wanted.query, cursor=cursor)
         return console.page(
-            request, "commands.html", search=search, wanted=wanted, page=found, cursor=cursor, statuses=STATUSES
+            request,
+            "commands.html",
+            search=search,
+            wanted=wanted,
+            page=found,
+            named=[(item, link_of(item)) for item in named],
+            cursor=cursor,
+            statuses=STATUSES,
         )
 
     async def command(request: Request, domain: str, id: str) -> Response:  # noqa: A002 - the link's own
@@ -57,14 +72,10 @@ def routes(console: Console) -> PageRoutes:
     return {"/commands": commands, "/command": command}
 
 
-async def _find(bus: AsyncCommandBus, id_: str, wanted: CommandQuery) -> str | None:
-    """The page of what has this id; None if nothing has."""
-    domains = [item.name for item in await bus.list_domains()]
-    for domain in [wanted.domain] if wanted.domain else domains:
-        if await bus.commands.exists(domain, id_):
-            return f"/command{query({'domain': domain, 'id': id_})}"
-        if await bus.batches.exists(domain, id_):
-            return f"/batch{query({'domain': domain, 'id': id_})}"
-        if await bus.processes.exists(domain, id_):
-            return f"/process{query({'domain': domain, 'id': id_})}"
-    return None
+def link_of(found: FoundId) -> str:
+    """The page of what has an id."""
+    if found.kind == "worker":
+        return f"/workers#{quote(found.id)}"
+    if found.kind == "correlation":
+        return f"/commands{query({'search': f'correlation:{shlex.quote(found.id)}'})}"
+    return f"/{found.kind}{query({'domain': found.domain, 'id': found.id})}"

@@ -1,0 +1,1 @@
+"""What people did, over all commands, limits, breakers, pauses and schedules."""

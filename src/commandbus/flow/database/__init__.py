@@ -1,0 +1,1 @@
+"""What PostgreSQL itself says about our tables and sessions."""
