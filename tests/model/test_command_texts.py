@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from commandbus.model.command import CommandRecord, CommandStatus
-from commandbus.model.copied_command import as_cli, as_python
+from commandbus.model.copied_command import as_cli, as_python, copies_of
 from commandbus.model.folded_frames import folded
 
 HOSTILE = "it's \u202e <b> $(rm) `x` \x1b[31m \\ \U0001f600\n"
@@ -70,6 +70,11 @@ def test_a_copy_as_python_is_the_same_call(data: Any) -> None:
         ("orders", "ship", data),
         {"correlation_id": HOSTILE, "headers": {"a": "\u202e"}},
     )
+
+
+def test_a_megabyte_is_not_offered_as_a_copy() -> None:
+    assert len(copies_of(record({"n": 1}))) == 2
+    assert copies_of(record("x" * 1_000_000)) == {}
 
 
 def test_frames_of_libraries_are_folded() -> None:

@@ -10,7 +10,14 @@ from typing import Final
 from commandbus.model.command import CommandRecord
 from commandbus.model.durations import format_seconds
 
+LONGEST: Final = 20_000
 _PLAIN: Final = re.compile(r"[A-Za-z0-9_@%+=:,./-]+")
+
+
+def copies_of(record: CommandRecord) -> dict[str, str]:
+    """The copies by what they are; none if they are longer than somebody would paste."""
+    copies = {"As a line for the shell": as_cli(record), "As Python": as_python(record)}
+    return copies if all(len(text) <= LONGEST for text in copies.values()) else {}
 
 
 def as_cli(record: CommandRecord) -> str:

@@ -11,7 +11,7 @@ from fastapi.responses import RedirectResponse, Response
 
 from commandbus.errors import CommandNotFoundError
 from commandbus.flow.commands.find_id import FoundId
-from commandbus.model.copied_command import as_cli, as_python
+from commandbus.model.copied_command import copies_of
 from commandbus.web.console import Console
 from commandbus.web.ledger_chart import chart_of
 from commandbus.web.pages.page_route import PageRoutes
@@ -66,7 +66,7 @@ def routes(console: Console) -> PageRoutes:
             checkpoint=await bus.commands.get_checkpoint(domain, id),
             waiting=await bus.why_waiting(domain, id),
             chart=None if ledger is None else chart_of(ledger),
-            copies={"As a line for the shell": as_cli(record), "As Python": as_python(record)},
+            copies=copies_of(record),
         )
 
     return {"/commands": commands, "/command": command}
