@@ -263,7 +263,7 @@ def test_old_plans_are_pruned_and_previews_after_a_day(orders: Bus, db: Db) -> N
     orders.follow(prune_all(Retention(age_seconds=3600)))
     assert len(orders.plans.list()) == 3
     db.execute("UPDATE commandbus.plan SET created_at = now() - interval '25 hours' WHERE id = %s", [unused.id])
-    orders.follow(prune_all(Retention()))
+    orders.follow(prune_all(Retention(asides_count=10, asides_bytes=1_000_000)))
     assert [found.id for found in orders.plans.list()] == [young.id, done.id]
     db.execute("UPDATE commandbus.plan SET finished_at = now() - interval '2 hours' WHERE id = %s", [done.id])
     orders.follow(prune_all(Retention(age_seconds=3600)))

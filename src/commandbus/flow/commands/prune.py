@@ -76,8 +76,7 @@ class PruneReport:
 def prune_all(retention: Retention) -> Plan[PruneReport]:
     """Prune portion by portion until nothing is left to delete."""
     dropped = yield from _prune_excess(retention)
-    while (yield prune_plans(retention)):
-        pass
+    yield from _prune_plans(retention)
     if retention.is_off:
         return PruneReport(dropped=dropped)
     through = yield through_id(retention)
@@ -107,6 +106,14 @@ def _prune_excess(retention: Retention) -> Plan[dict[str, int]]:
         while gone := (yield prune_excess(table, retention.asides_count, retention.asides_bytes)):
             dropped[kind] = dropped.get(kind, 0) + gone
     return dropped
+
+
+def _prune_plans(retention: Retention) -> Plan[None]:
+    """Delete old plans. Previews that nobody started go as things set aside do, also if commands are kept."""
+    if retention.is_off and retention.asides_count is None:
+        return
+    while (yield prune_plans(retention)):
+        pass
 
 
 def _prune_keys() -> Plan[None]:

@@ -70,6 +70,8 @@ def _portion(due: Row) -> Steps[Portion]:
         why = f"plan {plan}" if reason is None else f"plan {plan}: {reason}"
         what = OperatorAction(operator, why, action, result)
         yield from act(Selection(domain, ids=there), what, limit=len(there)).steps
+    if skipped:
+        yield Statement(sql.text("plans/skip"), {"plan": plan, "skipped": skipped})
     state = yield Statement(
         sql.text("plans/advance"),
         {

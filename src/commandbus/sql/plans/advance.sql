@@ -1,9 +1,5 @@
 -- Notes what a portion of a plan did, and when the next one is due; DONE if it was the last.
--- Locks: the plan's row (held by the caller), rows of its set. Index: the keys.
-WITH skipped AS (
-    UPDATE commandbus.plan_command SET is_skipped = true
-     WHERE plan = %(plan)s AND command = ANY (%(skipped)s::bigint[])
-)
+-- Locks: the plan's row, held by the caller. Index: the key.
 UPDATE commandbus.plan
    SET reached = %(reached)s, moved = moved + %(moved)s::integer, skipped = skipped + pg_catalog.cardinality(%(skipped)s::bigint[]),
        next_at = CASE WHEN seconds = 0::float8 THEN pg_catalog.clock_timestamp()
