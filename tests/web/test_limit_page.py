@@ -138,6 +138,24 @@ def test_of_each_limit_the_last_500_back_offs_are_kept(bus: CommandBus, database
     assert "429" in newest.reason
 
 
+def test_the_breaker_of_a_type_shows_its_history(bus: CommandBus, serve: Serve) -> None:
+    bus.open_breaker("orders", "ship", operator="ann", reason="<script>")
+    visit = serve()
+    assert 'href="/breaker?name=orders%2Fship"' in visit.get("/limits").text
+    page = visit.get("/breaker", name="orders/ship").text
+    assert "open by ann: &lt;script&gt;" in page
+    visit.act("close-breaker", "/breaker?name=orders%2Fship", domain="orders", command_type="ship")
+    done = visit.get("/api/breaker/actions", name="orders/ship").json
+    assert [item["action"] for item in done] == ["CLOSE", "OPEN"]
+    assert visit.get("/breaker", name="nosuch/<b>").status == 404
+    for path in ("/breaker", "/limit", "/api/limit", "/api/breaker/actions", "/api/schedules/timeline"):
+        for name in ("\0", "a\0b", "\ud800".encode("utf-8", "surrogatepass"), "x" * 2000):
+            assert visit.get(path, name=name).status < 500, (path, name)
+    for path in ("/batch", "/process", "/api/batch/commands", "/api/process/graph"):
+        assert visit.get(path, domain="orders\0", id="\0").status < 500, path
+        assert visit.get(path, domain="orders", id="\0", cursor="\0").status < 500, path
+
+
 def test_bars_lie_within_the_chart() -> None:
     events = [
         LimitBackoff(

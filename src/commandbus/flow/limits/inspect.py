@@ -10,6 +10,7 @@ from commandbus import sql
 from commandbus.errors import CommandNotFoundError
 from commandbus.flow.limits.declare import LimitRow, get_limit, read_rows, select_limits
 from commandbus.flow.operation import Statement, Steps, operation
+from commandbus.model import names
 from commandbus.model.count import MOST_COUNTED, Count, capped
 from commandbus.model.durations import roughly
 from commandbus.model.json_values import Json
@@ -166,7 +167,8 @@ def row_and_ahead(name: str, domain: str | None, command_id: str | None) -> Step
 
 @operation(atomic=False)
 def list_actions(name: str, *, limit: int) -> Steps[list[ControlAction]]:
-    """What was done last to a limit and its breaker, newest first."""
+    """What was done last to a limit and its breaker, or to the breaker of a type ("orders/ship"), newest first."""
+    names.to_id(name, "name")
     rows = yield Statement(
         b"SELECT subject, action, operator, reason, details, performed_at FROM commandbus.control_action "
         b"WHERE subject = ANY (%(subjects)s::text[]) ORDER BY id DESC LIMIT %(limit)s",

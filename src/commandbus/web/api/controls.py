@@ -6,7 +6,7 @@ from fastapi import APIRouter
 
 from commandbus.flow.breakers.operate import BreakerInfo
 from commandbus.flow.limits.detail import LimitDetail
-from commandbus.flow.limits.inspect import LimitInfo
+from commandbus.flow.limits.inspect import ControlAction, LimitInfo, list_actions
 from commandbus.flow.schedules.operate import ScheduleRecord
 from commandbus.flow.schedules.timeline import ScheduleTimeline
 from commandbus.web.api.parameters import Name
@@ -31,6 +31,11 @@ def add_routes(router: APIRouter, console: Console) -> None:
     async def breakers() -> list[BreakerInfo]:
         """Breakers of command types and limits."""
         return (await bus.breakers()).items
+
+    @router.get("/breaker/actions")
+    async def actions(name: Name) -> list[ControlAction]:
+        """What was done last to the breaker of a limit (`docai`) or a command type (`orders/ship`)."""
+        return await bus.run(list_actions(name, limit=50))
 
     @router.get("/schedules/timeline")
     async def timeline() -> ScheduleTimeline:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
+from typing import Final
 
 from fastapi import Request
 from fastapi.responses import Response
 
+from commandbus.errors import CommandNotFoundError
+from commandbus.flow.limits.inspect import list_actions
 from commandbus.web.charts import backoff_chart
 from commandbus.web.console import Console
 from commandbus.web.pages.page_route import PageRoutes
+
+MOST_ACTIONS: Final = 50
 
 
 def routes(console: Console) -> PageRoutes:
@@ -32,4 +37,14 @@ def routes(console: Console) -> PageRoutes:
         chart = backoff_chart(detail.backoffs, datetime.now(UTC))
         return console.page(request, "limit.html", item=detail.limit, detail=detail, chart=chart)
 
-    return {"/limits": limits, "/limit": limit}
+    async def breaker(request: Request, name: str) -> Response:
+        """The breaker of one command type, and what happened to it."""
+        found = [item for item in await bus.breakers() if item.kind == "type" and item.name == name]
+        if not found:
+            raise CommandNotFoundError(f"no breaker {name!r} of a command type has counted anything")
+        until = found[0].until
+        left = None if until is None else (until - datetime.now(UTC)).total_seconds()
+        actions = await bus.run(list_actions(name, limit=MOST_ACTIONS))
+        return console.page(request, "breaker.html", item=found[0], actions=actions, left=left)
+
+    return {"/limits": limits, "/limit": limit, "/breaker": breaker}
