@@ -95,6 +95,7 @@ def test_transactions_sync_and_async(tried: Any, db: Db) -> None:
         found = tried(kind)
         assert (found.outcome, found.result) == ("COMPLETED", result), found.traceback
         assert [each.table for each in found.tables] == ["public.shipped"]
+        assert (found.statement_count, len(found.statements)) == (1, 1), found.statements
     assert left_behind(db) == (0, 2)
 
 

@@ -46,7 +46,8 @@ from commandbus.worker.rehearsal.context import (
 from commandbus.worker.rehearsal.namespace import leave_network
 
 _BEGIN: Final = (
-    "SET default_transaction_read_only = on",  # apart: a rollback would undo it within the transaction
+    # Apart from the next one: within the transaction, a rollback would undo it.
+    "SET default_transaction_read_only = on /* commandbus_rehearsal */",
     "BEGIN READ WRITE; "
     "CREATE TEMPORARY TABLE pg_temp.commandbus_rehearsal (n integer UNIQUE DEFERRABLE INITIALLY DEFERRED) "
     "ON COMMIT DROP; INSERT INTO pg_temp.commandbus_rehearsal VALUES (1), (1)",
@@ -173,7 +174,7 @@ class _Rehearsing:
             told["calls"] = record.calls
             conn._record = None
             with suppress(psycopg.Error):
-                conn.execute("ROLLBACK")
+                conn.execute("ROLLBACK /* commandbus_rehearsal */")
         return told
 
     def _called(self, ctx: RehearsalContext) -> Any:
@@ -221,7 +222,7 @@ class _Rehearsing:
             told["calls"] = record.calls
             conn._record = None
             with suppress(psycopg.Error):
-                await conn.execute("ROLLBACK")
+                await conn.execute("ROLLBACK /* commandbus_rehearsal */")
         return told
 
     # --- what happened -----------------------------------------------------------------------------------------

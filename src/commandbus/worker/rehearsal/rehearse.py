@@ -33,7 +33,7 @@ from commandbus.model.mask import Mask
 from commandbus.model.payload import loads_or_none
 from commandbus.model.rehearsal import Rehearsal, RehearsedCall, RehearsedSend, TableChanges
 from commandbus.settings import Settings, load_settings
-from commandbus.worker.rehearsal.relay import Relay
+from commandbus.worker.rehearsal.relay import MARK, Relay
 
 LOCK_SECONDS: Final = 2
 START_SECONDS: Final = 30.0
@@ -131,9 +131,9 @@ class _Parent:
             "settings": self._settings.plain() | {"database_url": conninfo},
             "sys_path": [str(Path.cwd()), *(path for path in sys.path if path)],
             "limits": [
-                f"SET LOCAL lock_timeout = '{LOCK_SECONDS}s'",
-                f"SET LOCAL statement_timeout = '{milliseconds}ms'",
-                "SET LOCAL application_name = 'commandbus rehearsal'",
+                f"SET LOCAL lock_timeout = '{LOCK_SECONDS}s' /* {MARK} */",
+                f"SET LOCAL statement_timeout = '{milliseconds}ms' /* {MARK} */",
+                f"SET LOCAL application_name = 'commandbus rehearsal' /* {MARK} */",
             ],
         }  # fmt: skip
 

@@ -20,6 +20,8 @@ _SSL_REQUEST: Final = struct.pack("!ii", 8, 80877103)
 _PIECE: Final = 65536
 MOST_STATEMENTS: Final = 100
 LONGEST_STATEMENT: Final = 500
+MARK: Final = "commandbus_rehearsal"
+"""In the text of every statement that is the rehearsal's own."""
 _LONGEST_READ: Final = 1 << 20
 
 
@@ -116,6 +118,7 @@ class _Statements:
         self._relay = relay
         self._bytes = bytearray()
         self._has_begun = False
+        self._is_ours = False  # the last statement that was parsed is the rehearsal's own
 
     def read(self, piece: bytes) -> None:
         self._bytes += piece
@@ -139,13 +142,13 @@ class _Statements:
         elif kind == b"P":
             self._add(body.split(b"\0", 2)[1], is_parsed=True)
         elif kind == b"E":
-            self._relay.statement_count += 1
+            self._relay.statement_count += not self._is_ours
 
     def _add(self, text: bytes, *, is_parsed: bool = False) -> None:
         shown = " ".join(text.decode("utf-8", "replace").split())
-        if "commandbus_rehearsal" in shown or not shown:
-            if not is_parsed:
-                return
-        elif len(self._relay.statements) < MOST_STATEMENTS:
+        self._is_ours = MARK in shown or not shown
+        if self._is_ours:
+            return
+        if len(self._relay.statements) < MOST_STATEMENTS:
             self._relay.statements.append(shown[:LONGEST_STATEMENT])
         self._relay.statement_count += not is_parsed
