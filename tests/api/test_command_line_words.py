@@ -31,6 +31,7 @@ DURATIONS = {
     "plan preview --over",
     "rehearse --timeout",
     "schedules create --timeout",
+    "schedules next --within",
     "send --debounce",
     "send --delay",
     "send --expires",
@@ -58,7 +59,7 @@ LISTS = {
 }
 LOOKS_LIKE_A_DURATION = re.compile(
     r"--(?:wait|timeout|.*-timeout|deadline|delay|age|keep|lease|max-wait|backoff|.*-reset|interval|window|grace"
-    r"|until|every|expires|debounce|max-delay|over)\Z"
+    r"|until|every|expires|debounce|max-delay|over|within)\Z"
 )
 
 
