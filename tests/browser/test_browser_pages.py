@@ -26,6 +26,7 @@ ADDRESSES = {
     "/stack": [{"domain": "orders", "id": "held"}],
     "/plan": [{"id": "1"}],
     "/limit": [{"name": "docai"}],
+    "/breaker": [{"name": "orders/refund"}],
     "/batch": [{"domain": "orders", "id": "three"}],
     "/process": [{"domain": "processes", "id": "undone"}, {"domain": "processes", "id": "waiting"}],
 }
@@ -50,8 +51,8 @@ def addresses(site: Site) -> list[str]:
     """Every page of the console. A new one that needs parameters must be given an address here."""
     found = [*MORE]
     for path, needed in site.pages.items():
-        if path.endswith("/events"):
-            continue  # a stream
+        if path.endswith(("/events", "/export")):
+            continue  # a stream, a file
         if not needed:
             found.append(path)
             continue
