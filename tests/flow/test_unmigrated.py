@@ -71,9 +71,22 @@ CALLS: dict[str, list[Callable[[Bus], Any]]] = {
     "set_limit": [lambda bus: bus.set_limit("x", concurrency=1)],
     "unset_limit": [lambda bus: bus.unset_limit("x")],
     "estimate": [lambda bus: bus.estimate("x")],
+    "find_id": [lambda bus: bus.find_id("x"), lambda bus: bus.find_id("x", domain="orders")],
+    "get_ledger": [lambda bus: bus.get_ledger("orders", "x")],
+    "last_hour": [lambda bus: bus.last_hour(), lambda bus: bus.last_hour("orders")],
+    "limit_detail": [lambda bus: bus.limit_detail("x")],
+    "list_failures": [lambda bus: bus.list_failures(), lambda bus: bus.list_failures("orders", "x")],
+    "post_mortems": [lambda bus: bus.post_mortems()],
+    "recycle_worker": [lambda bus: bus.recycle_worker("w", wait=1)],
+    "request_stack": [lambda bus: bus.request_stack("orders", "x", wait=1)],
+    "watch_slots": [lambda bus: bus.watch_slots()],
+    "why_waiting": [lambda bus: bus.why_waiting("orders", "x")],
     "prune": [lambda bus: bus.prune(age=1), lambda bus: bus.prune(count=1)],
 }
-OTHER = {"migrate", "schema_state", "close", "connect", "run", "follow", "limit", "middleware"}
+# The report about the database is right without a schema: it looks at the server.
+OTHER = {"migrate", "schema_state", "close", "connect", "run", "follow", "limit", "middleware"} | {
+    "database_report"
+}
 TSQ_CALLS: dict[str, Callable[[Bus], Any]] = {
     "list": lambda bus: bus.tsq.list(),
     "count": lambda bus: bus.tsq.count("orders"),
