@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import pytest
 from commandbus import CommandBus, Settings
 from commandbus.db.embedded import EmbeddedPostgres
 from commandbus.web.app import create_console
+from commandbus.web.event_stream import EventStream
 from support.consoles import served
 from support.waiting import until
 from web.conftest import Visit
@@ -74,6 +76,35 @@ def test_fifty_streams_cost_what_one_costs_and_a_slow_one_holds_up_nobody(databa
             one.close()
         until(lambda: watched._watchers == 0)
         until(lambda: watched._reader is None)  # nobody looks, so nothing is read
+
+
+def test_a_stream_whose_visitor_leaves_without_reading_is_closed() -> None:
+    """Not by the garbage collector: the test keeps the generator."""
+    is_sending, ends = asyncio.Event(), []
+
+    async def events() -> AsyncGenerator[str, None]:
+        try:
+            while True:
+                yield "data: one more\n\n"
+        finally:
+            ends.append("closed")
+
+    async def send(message: Any) -> None:
+        if message["type"] == "http.response.body":
+            is_sending.set()
+            await asyncio.Event().wait()  # the buffers are full, and nobody reads
+
+    async def receive() -> dict[str, str]:
+        await is_sending.wait()
+        return {"type": "http.disconnect"}
+
+    async def visit() -> list[str]:
+        generator = events()
+        scope = {"type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}}
+        await asyncio.wait_for(EventStream(generator)(scope, receive, send), 30)
+        return list(ends)  # before the loop ends, which closes what is left
+
+    assert asyncio.run(visit()) == ["closed"]
 
 
 def _count(db: psycopg.Connection[Any]) -> int:

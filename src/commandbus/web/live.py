@@ -7,7 +7,7 @@ one misses states, and nothing piles up.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import suppress
 from functools import partial
 from typing import Final, Generic, TypeVar
@@ -38,7 +38,7 @@ class Watched(Generic[T]):
         self._watchers = 0
         self._reader: asyncio.Task[None] | None = None
 
-    async def values(self) -> AsyncIterator[T | Exception]:
+    async def values(self) -> AsyncGenerator[T | Exception, None]:
         """The value from now on, whenever it was read anew; the error instead, if it could not be read."""
         if self._watchers >= MOST_WATCHERS:
             raise TooManyWatchersError

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import Any, Final
 
 from fastapi import Request
-from fastapi.responses import Response, StreamingResponse
+from fastapi.responses import Response
 
 from commandbus.flow.workers.view import supervisors
 from commandbus.web.attention import Fleet, concerns, headline
 from commandbus.web.console import Console
+from commandbus.web.event_stream import EventStream
 from commandbus.web.live import TooManyWatchersError
 from commandbus.web.pages.page_route import PageRoutes
 from commandbus.web.rendering import environment
@@ -32,20 +34,21 @@ def routes(console: Console) -> PageRoutes:
         root = str(request.scope.get("root_path", ""))
         template = environment().get_template("now_live.html")
 
-        async def stream() -> AsyncIterator[str]:
+        async def stream() -> AsyncGenerator[str, None]:
             try:
-                async for found in console.watched.values():
-                    if isinstance(found, Exception):
-                        yield "event: trouble\ndata: the database does not answer\n\n"
-                    else:
-                        text = template.render(root=root, **_now(found))
-                        yield "".join(f"data: {line}\n" for line in text.splitlines()) + "\n"
+                async with aclosing(console.watched.values()) as values:
+                    async for found in values:
+                        if isinstance(found, Exception):
+                            yield "event: trouble\ndata: the database does not answer\n\n"
+                        else:
+                            text = template.render(root=root, **_now(found))
+                            yield "".join(f"data: {line}\n" for line in text.splitlines()) + "\n"
             except TooManyWatchersError:
                 yield "event: trouble\ndata: too many pages are open\n\n"
             except asyncio.CancelledError:
                 return  # the page was closed
 
-        return StreamingResponse(stream(), media_type="text/event-stream", headers={"Cache-Control": "no-store"})
+        return EventStream(stream())
 
     return {"/": now, "/now/events": events}
 
