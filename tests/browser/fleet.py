@@ -84,6 +84,11 @@ def _handlers(gate: threading.Event) -> HandlerRegistry:
     def read(command: Any, ctx: Any) -> None:
         raise RateLimitError("429 from docai")
 
+    @handlers.handler("orders", "pay")
+    def pay(command: Any, ctx: Any) -> None:
+        with ctx.effect(f"charge {MARKUP}"):
+            raise PermanentCommandError(HOSTILE)
+
     for process in _sagas():
         handlers.register_process(process)
     return handlers
@@ -103,6 +108,10 @@ def _send(bus: CommandBus) -> None:
     bus.send("orders", "ship", {"n": LONG}, command_id="long result")
     bus.send("orders", "hold", command_id="held")
     bus.send("orders", "hang", command_id="hanging")
+    bus.send("orders", "pay", command_id="paid")
+    bus.key_limits.set("orders", "tenant", concurrency=1)
+    for number in range(2):
+        bus.send("orders", "hold", command_id=f"keyed-{number}", key_limit="tenant", key=MARKUP)
     for number in range(3):
         bus.send("orders", "read", {"page": number}, command_id=f"page-{number}")
     members = [NewCommand("ship", {"refused": HOSTILE} if n == 2 else {"n": n}) for n in range(3)]
@@ -127,4 +136,6 @@ def _has_arrived(bus: CommandBus) -> bool:
         and (hanging and hanging.status == "IN_TROUBLESHOOTING_QUEUE")
         and (limit and limit.state == "BACKING_OFF")
         and next(iter(bus.status())).rejected
+        and bus.commands.list_open_effects("orders").items
+        and any(line.waiting for line in bus.key_limits.lines("orders", "tenant"))
     )

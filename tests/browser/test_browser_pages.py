@@ -21,11 +21,12 @@ LARGEST_PAGE = 400_000
 ADDRESSES = {
     "/command": [
         {"domain": "orders", "id": id_}
-        for id_ in ("good", HOSTILE_ID, "long", "long result", "held", "hanging", "page-0")
+        for id_ in ("good", HOSTILE_ID, "long", "long result", "held", "hanging", "paid", "keyed-0", "page-0")
     ],
     "/stack": [{"domain": "orders", "id": "held"}],
     "/plan": [{"id": "1"}],
     "/limit": [{"name": "docai"}],
+    "/key": [{"domain": "orders", "name": "tenant"}],
     "/breaker": [{"name": "orders/refund"}],
     "/batch": [{"domain": "orders", "id": "three"}],
     "/process": [{"domain": "processes", "id": "undone"}, {"domain": "processes", "id": "waiting"}],

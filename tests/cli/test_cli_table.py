@@ -124,12 +124,28 @@ SHOWN = {
     "keys list": ["keys", "list"],
     "keys show": ["keys", "show", DOMAIN, "tenant_of_the_south"],
     "effect list": ["effect", "list"],
+    "failures": ["failures"],
+    "audit": ["audit"],
+    "database": ["database"],
+    "plan": ["plan"],
+    "plan list": ["plan", "list"],
+    "plan show": ["plan", "show", "1"],
+    "schedules next": ["schedules", "next"],
     "handlers": ["handlers", "commandbus.cli.demo.handlers:registry"],
 }
 """Every command that prints a table, and how it is called."""
-FIELDS = ("show", "limits show", "batch show", "process show", "schedules show")  # their fields are one line each
+FIELDS = (
+    "show",
+    "limits show",
+    "batch show",
+    "process show",
+    "schedules show",
+    "plan show",
+    "database",
+)  # their fields are one line each
 WITHOUT_TABLE = {
     *("demo", "migrate", "doctor", "worker", "console", "send", "cancel", "pause", "resume", "priority", "prune"),
+    *("plan preview", "plan start", "plan stop", "top", "stack", "recycle", "rehearse", "replay"),
     *("keys set", "keys override", "keys delete", "effect resolve", "process signal"),
     *("domain create", "queue create", "embedded start", "embedded stop", "embedded status"),
     *("limits set", "limits unset", "limits estimate", "breakers open", "breakers close", "breakers reset"),
@@ -179,6 +195,7 @@ def pages(bus, database):
     bus.start_process("settle_invoice", domain=DOMAIN, process_id=ID.format(30))
     bus.key_limits.set(DOMAIN, "tenant_of_the_south", concurrency=1)
     bus.send(DOMAIN, TYPE, command_id=ID.format(50), key_limit="tenant_of_the_south", key=KEY)
+    bus.plans.preview(DOMAIN, "retry", operator="anna.schmidt@example.com", reason="the contract of May says so")
     bus.pause(DOMAIN, TYPE, operator="anna.schmidt@example.com", reason="wait for the ledger")
     bus.open_breaker(DOMAIN, TYPE, operator="anna.schmidt@example.com", reason=ERROR)
     with psycopg.connect(database) as db:

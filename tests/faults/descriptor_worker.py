@@ -23,9 +23,19 @@ opened: list[int] = []
 
 
 def note(command: Any, what: str) -> None:
-    """One line, whole, though several processes write."""
-    with Path(command.data).open("a") as notes:
-        notes.write(f"{command.command_id} {what} {os.getpid()}\n")
+    """One line, whole, though several processes write. Its descriptor may be closed, or be another file's, at any
+    moment: then the line is written again, and may be there twice."""
+    line = f"{command.command_id} {what} {os.getpid()} {time.monotonic_ns()}\n".encode()
+    while True:
+        try:
+            notes = os.open(command.data, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+            os.write(notes, line)
+            was_ours = os.fstat(notes).st_ino == os.stat(command.data).st_ino
+            os.close(notes)
+        except OSError:
+            continue
+        if was_ours:
+            return
 
 
 @handlers.handler("orders", "work", timeout=10)

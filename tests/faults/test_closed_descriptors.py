@@ -77,8 +77,8 @@ def assert_nothing_ran_twice_at_once(folder: Path, db: Db) -> None:
     attempt that is stuck has no end inside an application: nothing can be said of those."""
     stuck = {name for (name,) in db.execute(STUCK)}
     running: dict[str, str] = {}
-    for line in (folder / "notes").read_text().splitlines():
-        command_id, what, pid = line.split()
+    for line in dict.fromkeys((folder / "notes").read_text().splitlines()):
+        command_id, what, pid, _ = line.split()
         if command_id in stuck:
             continue
         if what == "begins":

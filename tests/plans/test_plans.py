@@ -7,12 +7,12 @@ from typing import Any
 
 import psycopg
 import pytest
-from plan_reading import Plan, explain, first_statement
+from plan_reading import Plan, explain, first_statement, plans_of
 
 from commandbus.db.drivers import run
 from commandbus.flow.commands.claim import Claim, claim, next_due
 from commandbus.flow.commands.expire import BEGINNING, due_to_expire, expire
-from commandbus.flow.commands.history import list_stuck
+from commandbus.flow.commands.history import BUDGET, list_stuck
 from commandbus.flow.commands.operate import cancel, operator_action, set_priority
 from commandbus.flow.commands.query import CommandQuery, query_commands
 from commandbus.flow.commands.renew import pending_cancels, renew
@@ -304,8 +304,8 @@ def test_release_of_keys(conn: Conn, generic: bool) -> None:
 @ANALYSED
 def test_list_tsq(conn: Conn, generic: bool) -> None:
     for domain in ("trouble", None):
-        statement = first_statement(list_tsq(domain=domain, command_type=None, error_code=None, limit=50))
-        plan = explain(conn, statement, generic=generic)
+        listing = list_tsq(domain=domain, command_type=None, error_code=None, limit=50)
+        plan = plans_of(conn, listing, generic=generic)[1][-1]
         assert plan.rows == 51  # one more, to know whether there is a next page
         assert plan.kinds("command") <= {"Index Scan"}, plan
         assert plan.visited("command") <= 51, plan
@@ -320,8 +320,11 @@ def test_list_stuck(
     conn: Conn, generic: bool, filters: dict[str, str], since: datetime | None, cursor: str | None
 ) -> None:
     """From the newest on, however many there are; never over those that just failed."""
-    statement = first_statement(list_stuck(**filters, since=since, limit=50, cursor=cursor))
-    plan = explain(conn, statement, generic=generic)
+    *bounds, plan = plans_of(conn, list_stuck(**filters, since=since, limit=50, cursor=cursor), generic=generic)[1]
+    assert len(bounds) == bool(filters), "a filtered search first looks how far it may go"
+    for bound in bounds:
+        assert {scan.index for scan in bound.scans("attempt")} == {"attempt_stopped"}, bound
+        assert bound.visited("attempt") <= BUDGET, bound
     assert plan.rows == 51  # one more, to know whether there is a next page
     assert {scan.index for scan in plan.scans("attempt")} == {"attempt_stopped"}, plan
     assert plan.visited("attempt") <= 100, plan  # those that ended together are sorted, 32 at a time

@@ -177,6 +177,7 @@ def test_the_api_describes_itself_and_gives_what_the_pages_show(
         "/api/find",
         "/api/ledger",
         "/api/limit",
+        "/api/key",
         "/api/breaker/actions",
         "/api/stack",
         "/api/batch",

@@ -63,6 +63,6 @@ def test_the_page_of_a_command_says_everything_about_it(database: str, bus: Comm
     assert "bus.send(&#39;orders&#39;, &#39;ship&#39;, {&#39;n&#39;: 1}" in waits
     assert 'data-copy="copy-1" hidden' in waits, "without a script there is only the text"
     keyed = visit.get("/command", domain="orders", id="keyed").text
-    assert "a&lt;b&gt; of key limit tenant" in keyed
+    assert "a&lt;b&gt; of key limit <a href=" in keyed
     assert "<dt>Priority</dt><dd>high</dd>" in keyed
     assert visit.get("/api/command", domain="orders", id="waits").json["why_waiting"]["waits"] is True

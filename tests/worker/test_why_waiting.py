@@ -48,7 +48,7 @@ def test_beside_a_worker(
     go_on: threading.Event,
 ) -> None:
     handlers.register("orders", "ship", lambda ctx: go_on.wait(30) and None)
-    start_worker(handlers, concurrency=1)
+    start_worker(handlers, concurrency=2)  # one slot is free for a claim that finds the paused command
     bus.send("orders", "ship", command_id="runs")
     until(lambda: why(bus, "runs").text.startswith("it runs: worker test"))
     bus.pause("orders", "bill", operator="ann", reason="the printer")

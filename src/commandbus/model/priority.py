@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final, Literal, TypeAlias
 
 Priority: TypeAlias = Literal["high", "normal", "low"]
-PRIORITIES: Final = ("high", "normal", "low")
+PRIORITIES: Final[tuple[Priority, ...]] = ("high", "normal", "low")
 HIGH: Final = 1
 NORMAL: Final = 0
 LOW: Final = -1

@@ -7,16 +7,19 @@ operator is always the visitor. The bus records each action with the operator's 
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from commandbus.bus import AsyncCommandBus
 from commandbus.errors import InvalidCommandError
 from commandbus.model.json_values import Json
 from commandbus.model.plan import check_action
+from commandbus.model.priority import PRIORITIES
 from commandbus.web.rendering import query
 
 Fields = Mapping[str, str]
+T = TypeVar("T")
 LONGEST_FIELD = 1_000_000
 
 
@@ -117,6 +120,32 @@ async def _stop_plan(bus: AsyncCommandBus, operator: str, given: Fields) -> Step
     return Step(f"plan {plan.id} is stopped: {plan.progress_text}", f"/plan?id={plan.id}")
 
 
+async def _set_priority(bus: AsyncCommandBus, operator: str, given: Fields) -> str:
+    wanted = _one_of(PRIORITIES, given["priority"], "priority")
+    before = await bus.commands.set_priority(
+        given["domain"], given["id"], wanted, operator=operator, reason=given.get("reason")
+    )
+    return f"{given['domain']} {given['id']} has {wanted} priority now (it had {before})"
+
+
+async def _resolve_effect(bus: AsyncCommandBus, operator: str, given: Fields) -> str:
+    is_done = _one_of(("yes", "no"), given["done"], "done") == "yes"
+    receipt = _json(given.get("receipt"), "receipt")
+    if receipt is not None and not is_done:
+        raise InvalidCommandError("a call that was not made has no receipt: leave it out")
+    await bus.commands.resolve_effect(
+        given["domain"],
+        given["id"],
+        given["effect"],
+        done=is_done,
+        receipt=receipt,
+        operator=operator,
+        reason=given.get("reason"),
+    )
+    how = "made" if is_done else "not made"
+    return f"the call of effect {given['effect']} of {given['domain']} {given['id']} was {how}: that is recorded"
+
+
 async def _pause(bus: AsyncCommandBus, operator: str, given: Fields) -> str:
     changed = await bus.pause(
         given["domain"], given.get("command_type"), operator=operator, reason=given.get("reason")
@@ -141,6 +170,13 @@ async def _close_breaker(bus: AsyncCommandBus, operator: str, given: Fields) -> 
         *_breaker(given), limit=given.get("limit"), operator=operator, reason=given.get("reason")
     )
     return f"the breaker of {_subject(given)} is closed"
+
+
+async def _reset_breaker(bus: AsyncCommandBus, operator: str, given: Fields) -> str:
+    await bus.reset_breaker(
+        *_breaker(given), limit=given.get("limit"), operator=operator, reason=given.get("reason")
+    )
+    return f"the breaker of {_subject(given)} is closed, and its counts are cleared"
 
 
 async def _set_limit(bus: AsyncCommandBus, operator: str, given: Fields) -> str:
@@ -199,12 +235,28 @@ async def _retry_process(bus: AsyncCommandBus, operator: str, given: Fields) -> 
     return f"process {given['id']} tries again"
 
 
+async def _signal(bus: AsyncCommandBus, operator: str, given: Fields) -> str:
+    sent = await bus.signal(
+        given["domain"],
+        given["id"],
+        given["name"],
+        _json(given.get("data"), "data"),
+        signal_id=given.get("signal_id"),
+        operator=operator,
+        reason=given.get("reason"),
+    )
+    done = "was sent" if sent.created else "had been sent already"
+    return f"signal {given['name']} {done} to process {given['id']}"
+
+
 ACTIONS: dict[str, Action] = {
     "cancel": Action(("domain", "id"), _cancel),
     "retry": Action(("domain", "id"), _retry),
     "cancel-troubled": Action(("domain", "id"), _cancel_troubled),
     "complete": Action(("domain", "id", "result?"), _complete),
     "replay": Action(("domain", "id", "data", "cancel?"), _replay),
+    "set-priority": Action(("domain", "id", "priority"), _set_priority),
+    "resolve-effect": Action(("domain", "id", "effect", "done", "receipt?"), _resolve_effect),
     "preview-plan": Action(
         ("domain", "action", "command_type?", "error_code?", "fingerprint?", "ids?", "over?", "result?"),
         _preview_plan,
@@ -215,6 +267,7 @@ ACTIONS: dict[str, Action] = {
     "resume": Action(("domain", "command_type?"), _resume),
     "open-breaker": Action(("domain?", "command_type?", "limit?"), _open_breaker),
     "close-breaker": Action(("domain?", "command_type?", "limit?"), _close_breaker),
+    "reset-breaker": Action(("domain?", "command_type?", "limit?"), _reset_breaker),
     "set-limit": Action(("limit", "concurrency"), _set_limit),
     "unset-limit": Action(("limit",), _unset_limit),
     "pause-schedule": Action(("domain", "name"), _pause_schedule),
@@ -225,6 +278,7 @@ ACTIONS: dict[str, Action] = {
     "retry-batch": Action(("domain", "id"), _retry_batch),
     "cancel-process": Action(("domain", "id"), _cancel_process),
     "retry-process": Action(("domain", "id"), _retry_process),
+    "signal": Action(("domain", "id", "name", "data?", "signal_id?"), _signal),
 }
 
 
@@ -249,3 +303,11 @@ def _whole(text: str, name: str) -> int:
     if not (text.isascii() and text.isdigit()):
         raise InvalidCommandError(f"{name} must be a whole number, not {text!r:.80}")
     return int(text)
+
+
+def _one_of(known: Sequence[T], text: str, name: str) -> T:
+    """The one of these values that the text names."""
+    for value in known:
+        if value == text:
+            return value
+    raise InvalidCommandError(f"{name} must be {' or '.join(map(str, known))}, not {text!r:.80}")

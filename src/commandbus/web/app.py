@@ -23,8 +23,6 @@ from commandbus.errors import (
     CommandNotFoundError,
     DatabaseUnavailableError,
     InvalidOperationError,
-    PlanNotFoundError,
-    UnknownLimitError,
 )
 from commandbus.logger import safe_logger
 from commandbus.settings import Settings
@@ -212,8 +210,7 @@ def _add_errors(app: FastAPI, console: Console) -> None:
 
     @app.exception_handler(CommandBusError)
     async def refused(request: Request, error: CommandBusError) -> Response:
-        is_missing = isinstance(error, CommandNotFoundError | PlanNotFoundError | UnknownLimitError)
-        code = 404 if is_missing else 409 if isinstance(error, InvalidOperationError) else 400
+        code = 404 if isinstance(error, LookupError) else 409 if isinstance(error, InvalidOperationError) else 400
         return answer(
             request, code, "This cannot be done" if request.method == "POST" else "Not found", str(error)
         )

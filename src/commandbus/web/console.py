@@ -30,8 +30,8 @@ ACT_SECONDS: Final = 60
 CONNECTIONS: Final = 4
 _PAGES: Final = (
     ("", "Now"), ("commands", "Commands"), ("troubleshooting", "Troubleshooting"), ("plans", "Plans"),
-    ("stuck", "Stuck"), ("limits", "Limits"), ("schedules", "Schedules"), ("batches", "Batches"),
-    ("processes", "Processes"), ("workers", "Workers"), ("domains", "Domains"),
+    ("stuck", "Stuck"), ("limits", "Limits"), ("keys", "Keys"), ("schedules", "Schedules"), ("batches", "Batches"),
+    ("processes", "Processes"), ("effects", "Effects"), ("workers", "Workers"), ("domains", "Domains"),
     ("database", "Database"), ("audit", "Audit"),
 )  # fmt: skip
 

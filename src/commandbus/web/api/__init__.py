@@ -14,8 +14,10 @@ from commandbus.web.api import (
     database,
     fleet,
     groups,
+    keys_and_effects,
     plans,
     rehearsals,
+    replies,
     slots,
 )
 from commandbus.web.api.problems import PROBLEMS
@@ -27,6 +29,8 @@ _MODULES: Final = (
     commands,
     controls,
     groups,
+    keys_and_effects,
+    replies,
     plans,
     rehearsals,
     audit,

@@ -12,7 +12,6 @@ import inspect
 import json
 import os
 import sys
-import time
 import traceback
 from concurrent.futures import Future
 from contextlib import suppress
@@ -22,7 +21,7 @@ import psycopg
 
 from commandbus import sql
 from commandbus.bus import AsyncCommandBus, CommandBus
-from commandbus.clock import monotonic
+from commandbus.clock import epoch, monotonic
 from commandbus.db.drivers import run, run_async
 from commandbus.errors import CommandBusError
 from commandbus.flow.commands.claimed_row import ClaimedRow
@@ -106,7 +105,7 @@ class _Rehearsing:
     def _make_attempt(self) -> Attempt:
         given = dict.fromkeys(ClaimedRow._fields) | self._job["row"]
         attempt = Attempt(self._job["domain"], ClaimedRow(**given), self._handler, 0.0)
-        attempt.started, attempt.started_at = time.time(), monotonic()
+        attempt.started, attempt.started_at = epoch(), monotonic()
         attempt.deadline_at = monotonic() + self._job["timeout"]
         return attempt
 

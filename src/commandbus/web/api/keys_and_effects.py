@@ -1,0 +1,51 @@
+"""Key limits and open effects, as JSON."""
+
+from __future__ import annotations
+
+from datetime import datetime
+
+from fastapi import APIRouter
+from pydantic import BaseModel
+
+from commandbus.model.effect import EffectRecord
+from commandbus.model.key_limit import KeyLimit
+from commandbus.model.page import Page
+from commandbus.web.api.parameters import Cursor, Domain, Limit, Name
+from commandbus.web.console import Console
+
+
+class KeyLineOut(BaseModel):
+    """One key with unfinished commands."""
+
+    domain: str
+    key_limit: str
+    key: str
+    concurrency: int
+    released: int
+    waiting: int
+    blocked_by: str | None
+    override_ends_at: datetime | None
+    next_seconds: float | None
+
+
+def add_routes(router: APIRouter, console: Console) -> None:
+    """The routes of this module."""
+    bus = console.reading
+
+    @router.get("/keys")
+    async def keys(domain: Domain | None = None) -> list[KeyLimit]:
+        """Key limits, by name."""
+        return list(await bus.key_limits.list(domain))
+
+    @router.get("/key")
+    async def key(domain: Domain, name: Name, limit: Limit = 50) -> list[KeyLineOut]:
+        """The keys of a key limit that have unfinished commands, those with the most waiting first."""
+        found = await bus.key_limits.lines(domain, name, limit=limit)
+        return [KeyLineOut(**line._asdict()) for line in found]
+
+    @router.get("/effects")
+    async def effects(
+        domain: Domain | None = None, limit: Limit = 50, cursor: Cursor = None
+    ) -> Page[EffectRecord]:
+        """Effects of which nobody knows whether their calls were made, the oldest command first."""
+        return await bus.commands.list_open_effects(domain, limit=limit, cursor=cursor)
