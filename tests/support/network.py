@@ -39,10 +39,11 @@ class Proxy:
         self._then_refuse = then_refuse
         self._marker = marker
 
-    def is_swallowed(self, data: bytes) -> bool:
-        """Is this the message? The answer is yes once."""
+    def is_swallowed(self, before: bytes, data: bytes) -> bool:
+        """Is this the message? The answer is yes once. `before` is the piece before: a long message comes in
+        several, and the marker may be half in each."""
         with self._lock:
-            if self._marker is None or self._marker not in data:
+            if self._marker is None or self._marker not in before[1 - len(self._marker) :] + data:
                 return False
             self._marker = None
             self.is_refusing = self._then_refuse
@@ -120,6 +121,7 @@ class _Pair:
         self._server = server
         self._wake, self._waker = socket.socketpair()
         self.introduction = b""  # the first bytes of the client: among them is its application_name
+        self._asked = b""  # the last piece that the client has sent
         self.is_silent = False
         self._thread = threading.Thread(target=self._run, name="proxy-pair", daemon=True)
 
@@ -159,12 +161,14 @@ class _Pair:
                     self.introduction += data
                 if self.is_silent:
                     continue
-                if source is self._client and self._proxy.is_swallowed(data):
+                if source is self._client and self._proxy.is_swallowed(self._asked, data):
                     if self._proxy.forwards_swallowed:
                         self._server.sendall(data)
                         self._server.recv(65536)  # the answer: it has happened, and nobody will know
                     self._proxy.swallowed.set()
                     return
+                if source is self._client:
+                    self._asked = data
                 other[source].sendall(data)
 
 
