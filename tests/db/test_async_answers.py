@@ -154,3 +154,23 @@ async def test_nothing_is_left_when_it_is_closed(database: str) -> None:
             await answer(conn, b"SELECT 1")
         conn.answers.close()
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+@on_a_loop
+async def test_a_descriptor_that_somebody_closed_is_no_reason_to_fail_and_another_files_stays_open(
+    database: str,
+) -> None:
+    """Else its connection would never get back to the pool, or the other file's owner would lose it."""
+    async with wrapped(database) as conn:
+        assert await answer(conn, b"SELECT 1") == 1
+        os.close(conn.answers._descriptor)
+        conn.answers.close()
+    async with wrapped(database) as conn:
+        assert await answer(conn, b"SELECT 1") == 1
+        number = conn.answers._descriptor
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            os.dup2(ours.fileno(), number)
+            conn.answers.close()
+            os.fstat(number)  # raises if it is closed
+            os.close(number)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from contextlib import suppress
 from typing import Any, Final, TypeVar
 
 import psycopg
@@ -74,6 +75,7 @@ class AnswerReader:
         self._loop = loop
         self._pgconn = pgconn
         self._descriptor = -1  # the duplicate, from the first question on
+        self._file = 0  # what the duplicate leads to
         self._watched = _NOTHING  # what the event loop watches
         self._steps: PQGen[Any] | None = None
         self._done: asyncio.Future[Any] | None = None
@@ -82,6 +84,7 @@ class AnswerReader:
         """Run the generator to its end. If the caller is canceled, `finish` or `drop` must follow."""
         if self._descriptor < 0:
             self._descriptor = os.dup(self._pgconn.socket)
+            self._file = os.fstat(self._descriptor).st_ino
         try:
             wanted = next(steps)
         except StopIteration as stop:
@@ -103,12 +106,17 @@ class AnswerReader:
         self._steps = self._done = None
 
     def close(self) -> None:
-        """Watch the socket no more. Closing twice is allowed."""
+        """Watch the socket no more. Closing twice is allowed. Never raises: the connection must get back to its
+        pool, even if a handler has closed our descriptors. Then the number may be another file's by now."""
         self.drop()
-        if self._descriptor >= 0:
+        if self._descriptor < 0:
+            return
+        with suppress(OSError):
             self._watch(_NOTHING)
-            os.close(self._descriptor)
-            self._descriptor = -1
+        with suppress(OSError):
+            if os.fstat(self._descriptor).st_ino == self._file:
+                os.close(self._descriptor)
+        self._descriptor = -1
 
     async def _end(self) -> Any:
         self._done = self._loop.create_future()

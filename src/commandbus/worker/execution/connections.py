@@ -299,8 +299,10 @@ class HandlerConnections:
                 if isinstance(conn, OwnConnection):
                     conn.planned_at = wrapped.planned_at
             finally:  # the handler may be canceled here, too
-                wrapped.answers.close()
-                self._put(pool, conn, borrowed)
+                try:
+                    wrapped.answers.close()
+                finally:
+                    self._put(pool, conn, borrowed)
 
     def _set_limits(
         self,
