@@ -282,8 +282,15 @@ def test_a_handler_that_asks_for_no_connection_holds_none(
 
 
 def test_a_connection_that_died_in_the_pool_costs_no_attempt(
-    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker, lane: str
+    bus: CommandBus,
+    db: Db,
+    handlers: HandlerRegistry,
+    start_worker: StartWorker,
+    monkeypatch: pytest.MonkeyPatch,
+    lane: str,
 ) -> None:
+    monkeypatch.setattr("commandbus.db.pool.CHECK_AFTER_SECONDS", 0.0)  # also if it was used a moment ago
+
     async def use(command: Any, ctx: Any) -> Any:
         async with either(ctx.connection()) as conn:
             cursor = await done(conn.execute("SELECT pg_backend_pid()"))

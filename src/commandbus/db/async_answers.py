@@ -23,6 +23,7 @@ from psycopg.pq import TransactionStatus
 from psycopg.pq.abc import PGconn
 from psycopg.waiting import READY_R, READY_W, WAIT_R, WAIT_W
 
+from commandbus.db.descriptors import FileId, file_behind
 from commandbus.db.drivers import OwnAsyncConnection
 from commandbus.logger import safe_logger
 
@@ -75,7 +76,7 @@ class AnswerReader:
         self._loop = loop
         self._pgconn = pgconn
         self._descriptor = -1  # the duplicate, from the first question on
-        self._file = 0  # what the duplicate leads to
+        self._file: FileId = None  # what the duplicate leads to
         self._watched = _NOTHING  # what the event loop watches
         self._steps: PQGen[Any] | None = None
         self._done: asyncio.Future[Any] | None = None
@@ -84,7 +85,7 @@ class AnswerReader:
         """Run the generator to its end. If the caller is canceled, `finish` or `drop` must follow."""
         if self._descriptor < 0:
             self._descriptor = os.dup(self._pgconn.socket)
-            self._file = os.fstat(self._descriptor).st_ino
+            self._file = file_behind(self._descriptor)
         try:
             wanted = next(steps)
         except StopIteration as stop:
@@ -114,7 +115,7 @@ class AnswerReader:
         with suppress(OSError):
             self._watch(_NOTHING)
         with suppress(OSError):
-            if os.fstat(self._descriptor).st_ino == self._file:
+            if file_behind(self._descriptor) == self._file:
                 os.close(self._descriptor)
         self._descriptor = -1
 
