@@ -19,6 +19,7 @@ from bench import (
     chunks,
     console,
     console_drain,
+    cpu,
     fleet,
     floors,
     installed,
@@ -26,6 +27,7 @@ from bench import (
     limits,
     peers,
     plot,
+    sends,
     startup,
     unpark,
 )
@@ -362,11 +364,17 @@ def main() -> None:
         help="only: limits with keys, N commands (100000)",
     )
     parser.add_argument(
+        "--cpu",
+        action="store_true",
+        help="only: CPU of `commandbus worker`: one and two that drain, one that is idle",
+    )
+    parser.add_argument("--sends", action="store_true", help="only: CPU of the client and the server for sends")
+    parser.add_argument(
         "--rounds",
         metavar="N",
         type=int,
         default=3,
-        help="of --peers, --parity, --chunks, --bursts, --keys, --console-drain (3)",
+        help="of --peers, --parity, --chunks, --bursts, --keys, --console-drain, --cpu (3), --sends (at least 7)",
     )
     parser.add_argument(
         "--plot", metavar="FILE.svg", type=Path, help="draw the figures of --from, measure nothing"
@@ -387,6 +395,14 @@ def main() -> None:
     if args.console is not None:
         with ground(args.database, args.binaries) as base:
             console.run(base, args.console or (console.QUICK if args.quick else console.COUNT))
+        return
+    if args.cpu:
+        with ground(args.database, args.binaries) as base:
+            cpu.run(base, args.rounds)
+        return
+    if args.sends:
+        with ground(args.database, args.binaries) as base:
+            sends.run(base, max(args.rounds, 7))
         return
     if args.keys is not None:
         with ground(args.database, args.binaries) as base:

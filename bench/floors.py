@@ -91,22 +91,41 @@ def overlapped(ground: Ground, domain: str, count: int) -> float:
 
 
 def insert(ground: Ground, senders: int, count: int) -> float:
-    """Two rows of the same payload in tables with the same indexes, in one statement that commits, through a pool
-    as an application would use it. What `bus.send` does beyond that is its own."""
-    data = json.dumps(DATA)
+    """Two rows of the same payload in tables like ours, in one statement that commits, through a pool as an
+    application would use it. What `bus.send` does beyond that is its own."""
+    make_tables(ground)
+    with floor_pool(ground, senders) as pool:
+        return at_once([lambda: insert_one(pool)] * senders, count)
+
+
+def floor_pool(ground: Ground, size: int) -> ConnectionPool[psycopg.Connection[Any]]:
+    """A pool as an application would have it."""
+    settings = {"autocommit": True, "prepare_threshold": 2}
+    return ConnectionPool(ground.url, kwargs=settings, min_size=size, max_size=size, open=True)
+
+
+def insert_one(pool: ConnectionPool[psycopg.Connection[Any]]) -> None:
+    """What no program can leave out: an id, the JSON of the payload, a connection of the pool, the two rows."""
+    with pool.connection() as conn:
+        conn.execute(TWO_ROWS, (new_command_id(), "work", json.dumps(DATA)))
+
+
+def make_tables(ground: Ground) -> None:
+    """Tables with the columns, defaults, indexes and storage parameters of ours, and as many rows."""
+    if ground.one("SELECT to_regclass('floor_command')") is not None:
+        return
+    for name, ours in (("floor_command", "commandbus.command"), ("floor_queue", "pgmq.q_send__commands")):
+        options = ground.one(
+            "SELECT array_to_string(reloptions, ', ') FROM pg_class WHERE oid = %s::regclass", ours
+        )
+        ground.admin.execute(
+            f"CREATE TABLE {name} (LIKE {ours} INCLUDING ALL) {f'WITH ({options})' if options else ''}".encode()
+        )
+    ground.admin.execute("INSERT INTO floor_command OVERRIDING SYSTEM VALUE SELECT * FROM commandbus.command")
     ground.admin.execute(
-        "CREATE TABLE IF NOT EXISTS floor_command (LIKE commandbus.command INCLUDING ALL);"
-        "CREATE TABLE IF NOT EXISTS floor_queue (LIKE pgmq.q_send__commands INCLUDING ALL);"
+        "SELECT setval(pg_get_serial_sequence('floor_command', 'id'), greatest(max(id), 1)) FROM floor_command"
     )
-    with ConnectionPool(
-        ground.url, kwargs={"autocommit": True, "prepare_threshold": 2}, min_size=senders, max_size=senders
-    ) as pool:
-
-        def one() -> None:
-            with pool.connection() as conn:
-                conn.execute(TWO_ROWS, (new_command_id(), "work", data))
-
-        return at_once([one] * senders, count)
+    ground.admin.execute("VACUUM ANALYZE floor_command")
 
 
 def send(ground: Ground, domain: str, senders: int, count: int) -> float:

@@ -88,7 +88,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
     measured = cpu_report.measured(item, running.run_folder(item.config))
-    with running.in_company(item), running.no_longer_than(item), measured:
+    with running.idle_processor(item), running.in_company(item), running.no_longer_than(item), measured:
         return (yield)
 
 

@@ -55,6 +55,7 @@ _NAMES = {
     "commandbus.flow.commands.failures": "FailureGroup",
     "commandbus.flow.commands.find_id": "FoundId",
     "commandbus.flow.commands.history": "AttemptRecord StuckAttempt",
+    "commandbus.flow.commands.stuck_groups": "StuckGroup",
     "commandbus.flow.commands.inspect": """
         DomainStatus RejectedMessage UndeliveredReply WorkerInfo
     """,
@@ -71,7 +72,7 @@ _NAMES = {
     "commandbus.flow.schedules.operate": "ScheduleRecord",
     "commandbus.flow.schedules.timeline": "ScheduleFirings ScheduleTimeline",
     "commandbus.flow.setup.domains": "DomainInfo",
-    "commandbus.flow.setup.migrate": "SchemaState",
+    "commandbus.flow.setup.schema_state": "SchemaState",
     "commandbus.flow.workers.post_mortems": "AttemptInDeath PostMortem",
     "commandbus.flow.workers.requests": "LiveStack Stack StackFrame",
     "commandbus.flow.workers.slots": "SlotInfo WorkerSlots",
@@ -94,15 +95,15 @@ _NAMES = {
         CheckpointRecord EffectAnswer EffectRecord EffectState NOT_DONE OpenEffect UNKNOWN
     """,
     "commandbus.model.json_values": "Json JsonValue",
-    "commandbus.model.key_limit": "KeyLimit KeyLine OnFailure",
+    "commandbus.model.key_limit": "KeyLimit KeyLine KeyOverride OnFailure",
     "commandbus.model.ledger": "Ledger LedgerAttempt LedgerInterval LedgerState",
     "commandbus.model.limit": "StoreName Limit LimitOptions Rate",
     "commandbus.model.page": "Page",
     "commandbus.model.plan": "PlanAction PlanFilter PlanGroup PlanRecord PlanState PlannedCommand",
     "commandbus.model.priority": "Priority",
     "commandbus.model.process": """
-        NewProcess ProcessRecord ProcessStatus SentSignal SignalRecord StartedProcess StepRecord StepStatus
-        StrayReply
+        NewProcess ProcessRecord ProcessStatus ProcessSummary SentSignal SignalRecord StartedProcess StepRecord
+        StepStatus StrayReply
     """,
     "commandbus.model.queue": "QueueInfo QueueMessage QueueMetrics",
     "commandbus.model.rehearsal": "Rehearsal RehearsedCall RehearsedSend TableChanges",
@@ -110,7 +111,7 @@ _NAMES = {
     "commandbus.model.schedule": "MissedPolicy OverlapPolicy Schedule",
     "commandbus.model.schedule_times": "ScheduleTimes",
     "commandbus.model.snooze": "Snooze",
-    "commandbus.model.unique_key": "OnConflict",
+    "commandbus.model.unique_key": "OnConflict UniqueKey",
     "commandbus.processes.manager": """
         BaseProcessManager ProcessView StartOptions StepCommand StepReply StepView
     """,
@@ -130,7 +131,7 @@ _NAMES = {
     "commandbus.worker.health": "HealthState HealthStatus",
     "commandbus.worker.rehearsal.rehearse": "rehearse",
     "commandbus.worker.reply_router": "ProcessReplyRouter WorkerOptions",
-    "commandbus.worker.worker_options": "StopReport",
+    "commandbus.worker.stop_report": "StopReport",
     "commandbus.worker.watchdog": "WorkerWatchdog",
     "commandbus.worker.worker": "Worker",
     "commandbus.settings": "Settings load_settings",

@@ -276,6 +276,9 @@ from commandbus.flow.commands.query import (
 from commandbus.flow.commands.query import (
     CommandQuery as CommandQuery,
 )
+from commandbus.flow.commands.stuck_groups import (
+    StuckGroup as StuckGroup,
+)
 from commandbus.flow.commands.unhandled_types import (
     UnhandledType as UnhandledType,
 )
@@ -330,7 +333,7 @@ from commandbus.flow.schedules.timeline import (
 from commandbus.flow.setup.domains import (
     DomainInfo as DomainInfo,
 )
-from commandbus.flow.setup.migrate import (
+from commandbus.flow.setup.schema_state import (
     SchemaState as SchemaState,
 )
 from commandbus.flow.workers.post_mortems import (
@@ -463,6 +466,9 @@ from commandbus.model.key_limit import (
     KeyLine as KeyLine,
 )
 from commandbus.model.key_limit import (
+    KeyOverride as KeyOverride,
+)
+from commandbus.model.key_limit import (
     OnFailure as OnFailure,
 )
 from commandbus.model.ledger import (
@@ -532,6 +538,9 @@ from commandbus.model.process import (
     ProcessStatus as ProcessStatus,
 )
 from commandbus.model.process import (
+    ProcessSummary as ProcessSummary,
+)
+from commandbus.model.process import (
     SentSignal as SentSignal,
 )
 from commandbus.model.process import (
@@ -593,6 +602,9 @@ from commandbus.model.snooze import (
 )
 from commandbus.model.unique_key import (
     OnConflict as OnConflict,
+)
+from commandbus.model.unique_key import (
+    UniqueKey as UniqueKey,
 )
 from commandbus.processes.manager import (
     BaseProcessManager as BaseProcessManager,
@@ -744,12 +756,12 @@ from commandbus.worker.reply_router import (
 from commandbus.worker.reply_router import (
     WorkerOptions as WorkerOptions,
 )
+from commandbus.worker.stop_report import (
+    StopReport as StopReport,
+)
 from commandbus.worker.watchdog import (
     WorkerWatchdog as WorkerWatchdog,
 )
 from commandbus.worker.worker import (
     Worker as Worker,
-)
-from commandbus.worker.worker_options import (
-    StopReport as StopReport,
 )

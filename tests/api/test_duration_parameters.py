@@ -99,6 +99,7 @@ RECORDS = {
         "ScheduleRecord",
         "SlotInfo",
         "UnhandledType",
+        "UniqueKey",
         "WhyWaiting",
         "WorkerInfo",
         "WorkerSlots",

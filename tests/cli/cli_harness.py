@@ -10,7 +10,6 @@ import fcntl
 import json
 import os
 import re
-import select
 import signal
 import struct
 import subprocess
@@ -21,6 +20,8 @@ import uuid
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from support.polling import readable
 
 SOURCES = str(Path(__file__).parents[2] / "src")
 MARK = "CLI_TEST_MARK"
@@ -135,7 +136,7 @@ class Terminal:
         while not re.search(pattern, self.seen):
             left = deadline - time.monotonic()
             assert left > 0, f"not seen: {pattern}: {self.seen!r}"
-            if not select.select([self.master], [], [], left)[0]:
+            if not readable([self.master], left):
                 continue
             self._read()
         return self.seen
@@ -149,7 +150,7 @@ class Terminal:
     def end(self) -> int:
         """Its exit code."""
         code = self.process.wait(20)
-        while select.select([self.master], [], [], 0)[0] and self._read():
+        while readable([self.master], 0) and self._read():
             pass
         return code
 

@@ -42,3 +42,47 @@ def test_a_search_says_that_it_has_not_seen_all(orders, bus, monkeypatch):
     monkeypatch.setattr(query_filters, "BUDGET_FOR_DATA", 2)
     monkeypatch.setattr(query_sources, "FEW", 1)
     assert "this is not all" in orders("commands", "--data", "n=0").out
+
+
+def test_changes_of_key_limits_batches_and_limits_are_in_the_audit(orders, bus):
+    by = ("--operator", "ann", "--reason", "tests")
+    bus.create_batch("orders", [], batch_id="b", is_open=True)
+    for words in (
+        ("keys", "set", "orders", "tenant", "--concurrency", "3"),
+        ("keys", "override", "orders", "tenant", "17", "--concurrency", "0", "--until", "1h"),
+        ("keys", "end-override", "orders", "tenant", "17"),
+        ("keys", "delete", "orders", "tenant"),
+        ("batch", "close", "b"),
+        ("limits", "set", "docai", "--rate", "5/s", "--concurrency", "3"),
+        ("limits", "set", "docai", "--concurrency", "none", "--environment", "test"),
+    ):
+        assert orders(*words, *by).code == ExitCode.OK, words
+    assert orders("keys", "end-override", "orders", "other", "17").code == ExitCode.REFUSED
+    assert orders("keys", "set", "orders", "other").code == ExitCode.OK
+    assert "had no override" in orders("keys", "end-override", "orders", "other", "17").out
+    limit = orders("limits", "show", "docai", "--json").document
+    assert (limit["concurrency"], limit["rate"], limit["environment"]) == (None, "5/s", "test")
+    found = orders("audit", "--by", "ann", "--json").document
+    assert [(item["subject"], item["action"], item["reason"]) for item in found] == [
+        ("limit docai", "SET", "tests"),
+        ("limit docai", "SET", "tests"),
+        ("batch orders/b", "CLOSE", "tests"),
+        ("key_limit orders/tenant", "DELETE", "tests"),
+        ("key_limit orders/tenant", "END_OVERRIDE", "tests"),
+        ("key_limit orders/tenant", "OVERRIDE", "tests"),
+        ("key_limit orders/tenant", "SET", "tests"),
+    ]
+
+
+def test_a_search_keeps_looking(orders, bus, monkeypatch):
+    bus.send("orders", "rare", command_id="needle")
+    for number in range(9):
+        bus.send("orders", "ship", {"n": number})
+    monkeypatch.setattr(query_filters, "BUDGET", 2)
+    monkeypatch.setattr(query_sources, "FEW", 1)
+    short = orders("commands", "--type", "rare").out
+    assert "looked at as many as it may at once, back to 20" in short
+    assert "needle" not in short
+    whole = orders("commands", "--type", "rare", "--keep-looking").out
+    assert "needle" in whole
+    assert "this is not all" not in whole

@@ -208,3 +208,9 @@ def test_key_limits(orders, bus):
     refused = orders("keys", "delete", "orders", "tenant")
     assert (refused.code, "unfinished" in refused.err) == (ExitCode.REFUSED, True)
     assert orders("send", "orders", "ship", "--key", "17").code == ExitCode.USAGE
+
+
+def test_show_says_the_unique_key(orders, bus):
+    sent = bus.send("orders", "ship", unique="invoice-17", unique_while="waiting", on_conflict="replace")
+    assert "invoice-17 (unique while it waits; another one replaces it)" in orders("show", sent.command_id).out
+    assert orders("show", sent.command_id, "--json").document["unique"]["key"] == "invoice-17"

@@ -327,3 +327,11 @@ def test_the_autopsy_of_a_dead_worker():
 def test_any_shape_is_printable(found):
     text = "\n".join([autopsy.headline(found), *autopsy.lines(found)])
     assert text.replace("\n", "").isprintable()
+
+
+def test_by_frame(stuck, orders):
+    found = stuck("stuck", "--by-frame", "--json").document
+    assert sum(group["count"] for group in found) == len(stuck("stuck", "--json").document)
+    assert "nobody saw" in stuck("stuck", "--by-frame").out
+    assert stuck("stuck", "--by-frame", "--domain", "nowhere").code == ExitCode.NOT_FOUND
+    assert stuck("stuck", "--by-frame", "--type", "never").out == "no attempt had to be stopped\n"

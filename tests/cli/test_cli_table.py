@@ -146,7 +146,7 @@ FIELDS = (
 WITHOUT_TABLE = {
     *("demo", "migrate", "doctor", "worker", "console", "send", "cancel", "pause", "resume", "priority", "prune"),
     *("plan preview", "plan start", "plan stop", "top", "stack", "recycle", "rehearse", "replay"),
-    *("keys set", "keys override", "keys delete", "effect resolve", "process signal"),
+    *("keys set", "keys override", "keys end-override", "keys delete", "effect resolve", "process signal"),
     *("domain create", "queue create", "embedded start", "embedded stop", "embedded status"),
     *("limits set", "limits unset", "limits estimate", "breakers open", "breakers close", "breakers reset"),
     *("tsq cancel", "tsq complete", "tsq retry", "process start", "process cancel", "process retry"),

@@ -117,7 +117,8 @@ def test_every_block_of_the_guide_is_run_by_a_test_here() -> None:
         "commandbus rehearse",
         "import rehearse",
         "commandbus plan preview",
-        "create_console(",
+        "app = FastAPI(lifespan=console",
+        "get_asgi_application()",
         "bus.watch_slots()",
         "commandbus top  ",
         "health_router(worker)",
@@ -276,7 +277,7 @@ def test_a_command_is_rehearsed(
 
 def test_the_console_is_mounted_in_an_application(bus: CommandBus, database: str) -> None:
     names: dict[str, Any] = {"database_url": database}
-    exec(block("python", "create_console("), names)
+    exec(block("python", "app = FastAPI(lifespan=console"), names)
     server = uvicorn.Server(uvicorn.Config(names["app"], port=0, log_level="error", timeout_graceful_shutdown=1))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
@@ -290,6 +291,43 @@ def test_the_console_is_mounted_in_an_application(bus: CommandBus, database: str
     server.should_exit = True
     thread.join(30)
     assert not thread.is_alive()
+
+
+DJANGO_PROJECT = """
+import sys
+import urllib.request
+
+from django.conf import settings
+from django.http import HttpResponse
+from django.urls import path
+
+settings.configure(ROOT_URLCONF="__main__", ALLOWED_HOSTS=["127.0.0.1"], SECRET_KEY="of the tests")
+urlpatterns = [path("hello", lambda request: HttpResponse("hello from Django"))]
+database_url = sys.argv[1]
+exec(sys.argv[2])
+
+from support.consoles import served
+
+with served(application) as port:
+    for where in ("/hello", "/console/", "/console/commands"):
+        request = urllib.request.Request(f"http://127.0.0.1:{port}{where}", headers={"X-User": "ann"})
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            print(answer.status, answer.read().decode())
+"""
+
+
+def test_the_console_is_mounted_in_a_django_project(bus: CommandBus, database: str) -> None:
+    """As a process of its own: Django has one configuration in a process."""
+    code = block("python", "get_asgi_application()")
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests")])}
+    ran = subprocess.run(
+        [sys.executable, "-c", DJANGO_PROJECT, database, code],
+        capture_output=True, text=True, env=environment, check=False,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    assert "200 hello from Django" in ran.stdout
+    assert ran.stdout.count('href="/console/static/console.css"') == 2
+    assert ran.stdout.count("ann (operator)") == 2
 
 
 def test_a_worker_inside_an_application_has_health_checks_and_metrics(bus: CommandBus, database: str) -> None:

@@ -328,7 +328,7 @@ def test_the_batch_runs(shop: Shop, capsys: pytest.CaptureFixture[str]) -> None:
     shop.handlers.register("billing", "close_day", lambda command, ctx: closed.set())
     with Worker(shop.handlers, database_url=shop.database):
         shop.run(block("python", "create_process_batch"))
-        assert closed.wait(20)
+        assert closed.wait(60)
     assert capsys.readouterr().out == "COMPLETED 10 0 0 0\n"
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import socket
 import subprocess
 import sys
@@ -19,6 +18,7 @@ import pytest
 from commandbus import CommandBus, NewCommand, Settings
 from commandbus.db.descriptors import WakeFile
 from commandbus.db.service_connection import LastingConnection
+from support.polling import readable
 from support.supervised import SOURCES, Supervised
 from support.waiting import one, statuses, until
 from support.workers import short_lease
@@ -122,10 +122,10 @@ def test_a_wake_file_whose_number_is_somebody_elses_is_made_anew() -> None:
     os.dup2(ours.fileno(), number)
     fresh = wake.descriptor()
     wake.write()
-    assert select.select([fresh], [], [], 1)[0] == [fresh]
+    assert readable([fresh], 1) == [fresh]
     assert (wake.times_lost, os.fstat(number).st_ino) == (1, os.fstat(ours.fileno()).st_ino)
     wake.take()
-    assert select.select([fresh], [], [], 0)[0] == []
+    assert readable([fresh], 0) == []
     wake.close()
     for end in (ours, theirs):
         end.close()

@@ -176,7 +176,7 @@ def test_a_commit_whose_answer_was_lost_has_happened_once(
     worker = start_worker(handlers, through, concurrency=1)
     proxy.swallow(b"COMMIT")
     bus.send("orders", kind, command_id="c")
-    assert proxy.swallowed.wait(10)
+    assert proxy.swallowed.wait(60)
     until_settled(db)
     assert ledger(db) == [("c", 1)]
     found = bus.get_command("orders", "c")
@@ -199,7 +199,7 @@ def test_a_commit_that_never_arrived_is_tried_again(
     worker = start_worker(handlers, through, concurrency=1)
     proxy.swallow(b"COMMIT", forward=False)
     bus.send("orders", kind, command_id="c")
-    assert proxy.swallowed.wait(10)
+    assert proxy.swallowed.wait(60)
     until_settled(db)
     assert ledger(db) == [("c", 2)]
     assert verdicts(db, "c") == [(1, "RETRY")]
@@ -259,7 +259,7 @@ def test_a_settlement_in_the_block_whose_answer_was_lost_is_tried_again(
     start_worker(handlers, through, concurrency=1)
     proxy.swallow(b"SET status = 'COMPLETED'")
     bus.send("orders", kind, command_id="c")
-    assert proxy.swallowed.wait(10)
+    assert proxy.swallowed.wait(60)
     until_settled(db)
     assert ledger(db) == [("c", 2)]
     assert verdicts(db, "c") == [(1, "RETRY")]
@@ -275,7 +275,7 @@ def test_a_settle_that_was_cut_is_repeated_and_the_handler_is_not(
     worker = start_worker(handlers, through)
     proxy.swallow(b"SET status = 'COMPLETED'", forward=arrives)
     bus.send("orders", "work", command_id="c")
-    assert proxy.swallowed.wait(10)
+    assert proxy.swallowed.wait(60)
     until_settled(db)
     report = worker.stop()
     assert (report.is_clean, report.settled) == (True, 1)
@@ -293,7 +293,7 @@ def test_a_permit_whose_answer_was_lost_is_given_back(
     proxy.swallow(b"holders = l.holders ||")
     bus.send("orders", "call", command_id="c")
     worker = start_worker(handlers, through)
-    assert proxy.swallowed.wait(20)
+    assert proxy.swallowed.wait(60)
     until_settled(db, 15)
     assert statuses(db) == {"COMPLETED": 1}
     until(lambda: one(db, "SELECT holders = '{}' FROM commandbus.limits"))
@@ -316,7 +316,7 @@ def test_what_a_claim_took_whose_answer_was_lost_is_given_back_at_once(
     db.execute("SELECT pgmq.send('orders__commands', %s::jsonb)", (raw,))
     proxy.swallow(b"vt = pg_catalog.now() + pg_catalog.make_interval(secs")  # the claim of normal priority
     worker = start_worker(handlers, through, visibility_timeout=60.0)
-    assert proxy.swallowed.wait(10)
+    assert proxy.swallowed.wait(60)
     until(lambda: set(runs) == {"c", "raw"})
     until_settled(db)
     assert verdicts(db, "c") == [(1, "GIVEN_BACK")]
@@ -342,7 +342,7 @@ def test_outcomes_that_could_not_be_written_are_reported(
     add(handlers, "sync", "work", work)
     bus.send("orders", "work", command_id="c")
     worker = start_worker(handlers, through)
-    assert started.wait(10)
+    assert started.wait(60)
     proxy.is_refusing = True
     proxy.cut()
     go_on.set()

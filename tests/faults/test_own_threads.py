@@ -270,7 +270,7 @@ def test_a_cancellation_that_waits_for_a_locked_row_delays_no_lease_and_no_stuck
 
     @handlers.handler("orders", "long", timeout=30)
     def long(ctx: Any) -> None:
-        assert release.wait(20)
+        assert release.wait(60)
 
     @handlers.handler("orders", "stuck", timeout=1)
     def stuck(ctx: Any) -> None:
@@ -400,7 +400,7 @@ def test_a_thread_that_has_just_heard_is_not_named(database: str, monkeypatch: p
     service = Slow(Settings(database_url=database), name="test", part="slow")
     service.start()
     try:
-        assert heard.wait(20)
+        assert heard.wait(60)
         assert service.trouble is None
         until(lambda: service.trouble is not None)
         assert "the slow has not moved for" in str(service.trouble)
@@ -521,7 +521,7 @@ def test_a_second_of_read_only_costs_nothing(
     @handlers.handler("orders", "slow", timeout=30)
     def slow(command: Any, ctx: Any) -> str:
         ran.append(command.command_id)
-        assert proceed.wait(20)
+        assert proceed.wait(60)
         return "done"
 
     worker = start_worker(handlers, database)
@@ -694,7 +694,7 @@ def test_what_does_not_pass_ends_the_thread_visibly_whatever_its_class(
             f"the {part} has ended: " in text and "not in this state" in text
             for text in worker.health_status.reasons
         )
-        assert restarted.wait(10), "the watchdog's callback runs"
+        assert restarted.wait(60), "the watchdog's callback runs"
     proceed.set()
     with pytest.raises(psycopg.Error) as raised:
         worker.stop(wait=3)
@@ -728,7 +728,7 @@ def test_the_end_of_a_thread_is_critical(
         service.order(end)
         until(lambda: part.replace(" ", "_") in worker.health_status.critical_reasons)
         assert any(said in text for text in worker.health_status.reasons)
-        assert restarted.wait(10), "the watchdog's callback runs"
+        assert restarted.wait(60), "the watchdog's callback runs"
     if part != "maintenance":  # it is the one that writes there; its worker counts as silent
         registry = (
             "SELECT bool_or(health ->> 'state' = 'critical' AND health::text LIKE %s) FROM commandbus.worker"

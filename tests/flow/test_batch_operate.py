@@ -12,13 +12,16 @@ from commandbus import (
     BatchStatus,
     BusinessRuleException,
     CommandStatus,
+    InvalidCommandError,
     InvalidOperationError,
     NewCommand,
     OnComplete,
     PermanentCommandError,
 )
+from commandbus.flow.audit.list_actions import list_actions
 from commandbus.flow.batches.fold_and_complete import fold
-from commandbus.flow.batches.operate import Canceling, cancel_bite, leftovers, mark, resume
+from commandbus.flow.batches.leftovers import Canceling, leftovers
+from commandbus.flow.batches.operate import cancel_bite, mark, resume
 from commandbus.flow.commands import operate
 from commandbus.flow.commands.renew import pending_cancels
 
@@ -384,3 +387,21 @@ def test_processes(orders: Bus, db: Db) -> None:
     assert one(db, left) == ["open", "young"]
     for table in ("process_step", "stray_reply", "command"):
         assert one(db, f"SELECT count(*) FROM commandbus.{table}") == 2
+
+
+def test_what_operators_do_to_a_batch_is_recorded(orders: Bus) -> None:
+    orders.create_batch("orders", [NewCommand("ship")], batch_id="b/1", is_open=True)
+    orders.create_batch("orders", [NewCommand("ship")], batch_id="own", is_open=True)
+    orders.close_batch("orders", "own")
+    assert orders.close_batch("orders", "b/1", operator="ann", reason="its program is gone")
+    assert not orders.close_batch("orders", "b/1", operator="bob")
+    orders.retry_failed("orders", "b/1", operator="ann")
+    orders.cancel_batch("orders", "b/1", operator="bob", reason="not needed")
+    with pytest.raises(InvalidCommandError, match="a reason needs an operator"):
+        orders.close_batch("orders", "own", reason="x")
+    found = [item for item in orders.run(list_actions(domain="orders")) if item.kind == "control"]
+    assert [(item.subject, item.action, item.operator, item.reason) for item in found] == [
+        ("batch orders/b/1", "CANCEL", "bob", "not needed"),
+        ("batch orders/b/1", "RETRY", "ann", None),
+        ("batch orders/b/1", "CLOSE", "ann", "its program is gone"),
+    ], "a program that closes its own batch is no operator, and one that was closed already was not closed again"

@@ -251,7 +251,7 @@ def test_who_waits_is_told_and_nobody_polls(
             until(lambda: one(db, quiet))
             assert not got.is_set()
             stack.close()
-            assert got.wait(10)
+            assert got.wait(60)
 
 
 def test_an_unknown_limit_names_those_that_there_are(plain: CommandBus, database: str) -> None:
@@ -370,7 +370,7 @@ def test_a_bus_can_be_used_after_its_limit_client_was_cut_off(plain: CommandBus,
             assert not call.is_lost
             assert not got.is_set()
             stack.close()
-            assert got.wait(10)
+            assert got.wait(60)
 
 
 # --- several programs ------------------------------------------------------------------------------------------
@@ -609,7 +609,7 @@ class TestRedisSemaphore:
                 until(lambda: in_line(db) == 1)
                 assert not got.is_set()
                 stack.close()
-                assert got.wait(10)
+                assert got.wait(60)
 
     def test_a_killed_holders_permit_is_free_after_its_lease(self, redis_bus: CommandBus, database: str) -> None:
         redis_bus.set_limit("docai", concurrency=1, lease=2)

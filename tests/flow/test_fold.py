@@ -22,7 +22,7 @@ from commandbus import (
 )
 from commandbus.db.drivers import run
 from commandbus.flow.batches.fold_and_complete import fold
-from commandbus.flow.batches.operate import leftovers
+from commandbus.flow.batches.leftovers import leftovers
 from support.waiting import until
 
 Db = psycopg.Connection[Any]

@@ -28,11 +28,11 @@ from commandbus import (
     Worker,
 )
 from commandbus.flow.batches.fold_and_complete import fold
-from commandbus.flow.batches.operate import leftovers
+from commandbus.flow.batches.leftovers import leftovers
 from commandbus.flow.breakers.breaker import Bad, advance, judge, report, watch
 from commandbus.flow.commands.claim import announce, withdraw
 from commandbus.flow.commands.claimed_row import Fence
-from commandbus.flow.commands.operate import operator_action, set_priority
+from commandbus.flow.commands.operate import OperatorAction, operator_action, set_priority
 from commandbus.flow.commands.prune import ASIDES, prune_excess
 from commandbus.flow.commands.renew import pending_cancels
 from commandbus.flow.commands.unpark import left_parked
@@ -132,7 +132,7 @@ def work(orders: Bus) -> Bus:
     """Something for everybody to do."""
     orders.create_queue("answers")
     limit = KeyLimit.make("orders", "tenant", concurrency=2, ordered=False, on_failure=None)
-    orders.run(set_key_limit(limit))
+    orders.run(set_key_limit(limit, OperatorAction("ann")))
     orders.send_many("orders", [NewCommand("Ship", command_id=f"t{n}", reply_to="answers") for n in range(1, 6)])
     attempts = orders.claim()
     orders.settle([fail(attempt, PermanentCommandError()) for attempt in attempts])

@@ -124,3 +124,38 @@ async def _use_async_bus(database: str) -> None:
         assert [(item.name, item.on_failure) for item in await bus.key_limits.list("orders")] == [
             ("account", "block"), ("tenant", "step_aside"),
         ]  # fmt: skip
+
+
+def test_changes_are_recorded_with_who_and_why(tenants: CommandBus, database: str) -> None:
+    tenants.key_limits.set("orders", "tenant", concurrency=3, operator="ann", reason="more room")
+    tenants.key_limits.override("orders", "tenant", "17", concurrency=0, until="1h", operator="bob")
+    assert [item.key for item in tenants.key_limits.overrides("orders", "tenant")] == ["17"]
+
+    async def end() -> bool:
+        async with AsyncCommandBus(database) as bus:
+            return await bus.key_limits.end_override("orders", "tenant", "17", operator="bob")
+
+    assert asyncio.run(end())
+    assert not asyncio.run(end()), "there was none any more, and nothing is recorded"
+    with pytest.raises(UnknownKeyLimitError):
+        tenants.key_limits.end_override("orders", "nobody", None)
+    tenants.key_limits.delete("orders", "tenant", operator="ann", reason="unused")
+    found = [
+        (item.action, item.operator, item.reason, item.domain, item.details)
+        for item in tenants.audit.list_actions(domain="orders", limit=4)
+    ]
+    assert found == [
+        ("DELETE", "ann", "unused", "orders", None),
+        ("END_OVERRIDE", "bob", None, "orders", {"key": "17"}),
+        ("OVERRIDE", "bob", None, "orders", {"key": "17", "concurrency": 0, "seconds": 3600.0}),
+        ("SET", "ann", "more room", "orders", {"concurrency": 3, "ordered": False, "on_failure": "step_aside"}),
+    ]
+
+
+def test_an_override_that_ends_lets_the_line_go_on(tenants: CommandBus, db: Db) -> None:
+    tenants.key_limits.override("orders", "tenant", None, concurrency=0, until="1h")
+    tenants.send("orders", "x", key="17", key_limit="tenant")
+    assert tenants.run(release("orders", [LineKey("tenant", "17")])).commands == 0
+    assert tenants.key_limits.end_override("orders", "tenant", None)
+    assert one(db, "SELECT state FROM commandbus.keyed") == "NEW", "a worker looks at its key again"
+    assert tenants.run(release("orders", [LineKey("tenant", "17")])).commands == 1

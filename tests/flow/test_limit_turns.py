@@ -436,7 +436,7 @@ def test_the_sweep_finds_a_turn_that_was_not_heard(orders: Bus, database: str, d
             "UPDATE commandbus.limits SET holders = jsonb_build_object((SELECT token FROM turn), "
             "extract(epoch FROM now()) + 15)"
         )
-        assert got.wait(10)
+        assert got.wait(60)
         waiting.join(10)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -27,6 +28,7 @@ from commandbus import (
 )
 from commandbus.flow.commands.prune import Retention, prune_all
 from commandbus.flow.plans.carry_out import Portion, carry_out
+from support.waiting import until
 
 pytestmark = sync_only  # the async twin has the same body: one test at the end shows it
 Db = psycopg.Connection[Any]
@@ -172,6 +174,61 @@ def test_of_many_operators_one_starts_and_no_command_is_acted_on_twice(
     totals = [(found.state, found.moved + found.skipped) for found in orders.plans.list()]
     assert totals == [(PlanState.DONE, 40)] * 2
     assert sum(found.moved for found in orders.plans.list()) == 40
+
+
+@pytest.mark.parametrize("table", ["tsq t ON t.command = c.id", "command x ON x.id = c.id"])
+def test_a_row_that_somebody_holds_is_passed_by_and_come_back_to(orders: Bus, db: Db, table: str) -> None:
+    trouble(orders, "a", "b", "c", "d")
+    plan = orders.plans.preview("orders", "retry", operator="ann")
+    orders.plans.start(plan.id)
+    of = table.split()[1]
+    with psycopg.connect(orders.url) as other:
+        held = f"JOIN commandbus.{table} WHERE c.command_id IN ('b', 'd') FOR UPDATE OF {of}"
+        other.execute(f"SELECT FROM commandbus.command c {held}".encode())
+        db.execute("DELETE FROM commandbus.tsq WHERE command = (SELECT min(command) FROM commandbus.tsq)")
+        assert portion(orders) == Portion(plan.id, 1, 1, is_last=False, locked=2)
+        found = orders.plans.get(plan.id)
+        assert (found.moved, found.skipped, found.left, found.locked) == (1, 1, 2, 2)
+        assert found.progress_text.endswith(", 2 left (another session has locked 2 of them: they follow)")
+        states = {item.command_id: item.state for item in orders.plans.commands(plan.id)}
+        assert states == {"a": "SKIPPED", "b": "LOCKED", "c": "MOVED", "d": "LOCKED"}
+        assert portion(orders) == Portion(plan.id, 0, 0, is_last=False)
+        assert portion(orders) is None  # it looks again in a moment, and not at once
+        assert orders.plans.get(plan.id).state == PlanState.RUNNING
+        if of == "t":
+            other.execute("DELETE FROM commandbus.tsq WHERE command = (SELECT max(command) FROM commandbus.tsq)")
+            other.commit()
+    db.execute("UPDATE commandbus.plan SET next_at = clock_timestamp()")
+    skipped = int(of == "t")
+    assert portion(orders) == Portion(plan.id, 2 - skipped, skipped, is_last=True)
+    done = orders.plans.get(plan.id)
+    assert (done.state, done.moved + done.skipped, done.locked) == (PlanState.DONE, 4, 0)
+    assert one(db, "SELECT count(*) FROM commandbus.operator_action") == done.moved
+
+
+def test_locked_rows_do_not_keep_a_plan_from_those_behind_them(orders: Bus, db: Db) -> None:
+    trouble(orders, "a", "b", "c", "d")
+    plan = orders.plans.preview("orders", "cancel")
+    orders.plans.start(plan.id)
+    with psycopg.connect(orders.url) as other, psycopg.connect(orders.url) as another:
+        other.execute("SELECT FROM commandbus.tsq ORDER BY command LIMIT 2 FOR UPDATE")
+        another.execute("SELECT FROM commandbus.tsq ORDER BY command DESC LIMIT 1 FOR UPDATE")
+        assert portion(orders, 2) == Portion(plan.id, 0, 0, is_last=False, locked=2)
+        assert portion(orders, 2) == Portion(plan.id, 1, 0, is_last=False, locked=1)
+        another.rollback()
+        assert portion(orders, 1) == Portion(plan.id, 1, 0, is_last=False)
+        stopped = orders.plans.stop(plan.id)
+    assert (stopped.moved, stopped.left, stopped.progress_text) == (2, 2, "2 of 4 canceled, 2 left")
+
+
+def test_a_bulk_action_waits_for_a_locked_row_only_at_the_end(orders: Bus, db: Db) -> None:
+    trouble(orders, "a", "b", "c")
+    with psycopg.connect(orders.url) as other, ThreadPoolExecutor(1) as threads:
+        other.execute("SELECT FROM commandbus.tsq ORDER BY command LIMIT 1 FOR UPDATE")
+        moved = threads.submit(orders.tsq.retry_all, "orders")
+        until(lambda: queue_length(db) == 2)
+        other.rollback()
+        assert moved.result(30) == 3
 
 
 def test_the_pace_spreads_a_plan_and_does_not_make_up_for_a_pause(orders: Bus, db: Db) -> None:

@@ -117,3 +117,29 @@ def test_bad_questions_are_named(orders: Bus) -> None:
     ]:
         with pytest.raises(InvalidCommandError, match=named):
             orders.list_stuck(**words)
+
+
+def test_groups_by_own_frame(orders: Bus, db: Any) -> None:
+    for number, (frame, rung, verdict) in enumerate(
+        [
+            ("shop/scan.py: wait", "stuck", "FAILED"),
+            ("shop/scan.py: wait", "deadline", "FAILED"),
+            ("shop/scan.py: wait", "stuck", "FAILED"),
+            (None, "kill", "FAILED"),
+            ("shop/other.py: run", "shutdown", "WAIVED"),
+        ]
+    ):
+        sent = orders.send("orders", "scan", command_id=f"s{number}")
+        db.execute(
+            "INSERT INTO commandbus.attempt (command, number, verdict, rung, own_frame, finished_at) "
+            "VALUES (%s, 1, %s, %s, %s, now() + make_interval(secs => %s))",
+            [sent.id, verdict, rung, frame, number],
+        )
+    killed, hung = orders.list_stuck_groups()
+    assert (killed.own_frame, killed.count, killed.rungs, killed.command_id) == (None, 1, {"kill": 1}, "s3")
+    assert (hung.own_frame, hung.count) == ("shop/scan.py: wait", 3)
+    assert list(hung.rungs.items()) == [("stuck", 2), ("deadline", 1)]
+    assert (hung.command_id, hung.first_at < hung.last_at) == ("s2", True)
+    assert [item.own_frame for item in orders.list_stuck_groups(limit=1)] == [None]
+    assert orders.list_stuck_groups(limit=1).is_partial
+    assert not orders.list_stuck_groups("orders", "other").items

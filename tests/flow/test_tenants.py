@@ -29,7 +29,7 @@ from commandbus import (
     wait_for,
 )
 from commandbus.flow.batches.fold_and_complete import fold
-from commandbus.flow.batches.operate import leftovers
+from commandbus.flow.batches.leftovers import leftovers
 from commandbus.flow.breakers.breaker import Bad, report
 from commandbus.flow.commands.claim import announce, withdraw
 from commandbus.flow.commands.operate import operator_action

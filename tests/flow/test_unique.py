@@ -454,7 +454,7 @@ def test_a_producer_uses_keys_and_reads_none(orders: Bus, acting: Roles, db: Db)
         "SELECT key FROM commandbus.unique_key",
         "SELECT commandbus.prune_keys('', '', 10)",
         "SELECT commandbus.lock_key('orders', 'k')",
-        "SELECT commandbus.replace_command('orders', 1, NULL, '{}')",
+        "SELECT commandbus.replace_command('orders', 1, NULL, '{}', '{}')",
     ):
         assert_refused(lambda statement=statement: producer.run(raw(statement)))  # type: ignore[misc]
     orders.create_domain("billing")
@@ -512,3 +512,29 @@ def test_many_at_once_and_batches_take_no_keys(orders: Bus, db: Db) -> None:
     with pytest.raises(UnknownDomainError):
         orders.send("nowhere", "Ship", unique="k", unique_while="waiting")
     assert keys(db) == 1
+
+
+def test_a_command_says_its_key_and_the_rule_of_its_last_send(orders: Bus, db: Db) -> None:
+    def shown(command_id: str) -> str | None:
+        record = orders.get_command("orders", command_id)
+        assert record is not None
+        return None if record.unique is None else f"{record.unique.key}: {record.unique.text}"
+
+    plain = orders.send("orders", "Ship").command_id
+    kept = orders.send("orders", "Ship", unique="a").command_id
+    timed = orders.send("orders", "Ship", unique="b", unique_while="1h", on_conflict="raise").command_id
+    late = orders.send("orders", "Ship", unique="c <b>", debounce="5s").command_id
+    assert shown(plain) is None
+    assert shown(kept) == "a: unique until it has ended; another one is ignored"
+    assert shown(timed) == "b: unique for 1h after it was sent; another one is an error"
+    assert shown(late) == "c <b>: debounced for 5s, at most 50s"
+    assert orders.send("orders", "Ship", unique="c <b>", debounce="7s", max_delay="1m").replaced
+    assert shown(late) == "c <b>: debounced for 7s, at most 1m"
+    orders.cancel("orders", kept)
+    orders.send("orders", "Ship", unique="a", unique_while="waiting")
+    assert shown(kept) == "a: unique until it has ended; another one is ignored; it does not have the key any more"
+    assert [item.unique.key for item in orders.query_commands(limit=3) if item.unique is not None] == [
+        "a",
+        "c <b>",
+        "b",
+    ]

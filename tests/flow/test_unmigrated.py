@@ -29,6 +29,7 @@ CALLS: dict[str, list[Callable[[Bus], Any]]] = {
     ],
     "get_audit_trail": [lambda bus: bus.get_audit_trail("orders", "x")],
     "get_attempts": [lambda bus: bus.get_attempts("orders", "x")],
+    "list_stuck_groups": [lambda bus: bus.list_stuck_groups()],
     "list_stuck": [lambda bus: bus.list_stuck(), lambda bus: bus.list_stuck("orders", "x")],
     "rejected": [lambda bus: bus.rejected(), lambda bus: bus.rejected("orders")],
     "create_batch": [

@@ -41,7 +41,8 @@ from commandbus import (
     TroubleshootingQueue,
 )
 from commandbus.flow.batches.fold_and_complete import fold
-from commandbus.flow.batches.operate import cancel_bite, leftovers, mark, resume
+from commandbus.flow.batches.leftovers import leftovers
+from commandbus.flow.batches.operate import cancel_bite, mark, resume
 from commandbus.flow.commands import operate
 from commandbus.flow.commands.claim import claim, put_right
 from commandbus.flow.commands.settle import Settlement, cancellation, settle

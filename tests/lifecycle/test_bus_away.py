@@ -101,6 +101,7 @@ METHODS: list[tuple[str, tuple[Any, ...]]] = [
     ("get_audit_trail", ("orders", "x")),
     ("get_attempts", ("orders", "x")),
     ("list_stuck", ()),
+    ("list_stuck_groups", ()),
     ("rejected", ()),
     ("undelivered_replies", ()),
     ("status", ()),

@@ -73,7 +73,7 @@ def worker(database: str, bus: CommandBus, go_on: threading.Event) -> Iterator[W
 
     @handlers.handler("orders", "wait")
     def wait(command: Any, ctx: Any) -> Any:
-        assert go_on.wait(20)
+        assert go_on.wait(60)
         return command.data
 
     worker = Worker(handlers, settings=quick_settings(database), name="test")

@@ -90,7 +90,7 @@ def start(
     @handlers.handler("orders", "hold")
     def hold(command: Any, ctx: Any) -> Any:
         held.set()
-        assert go_on.wait(20)
+        assert go_on.wait(60)
         return command.data
 
     started: list[Worker] = []

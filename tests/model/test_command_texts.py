@@ -7,7 +7,7 @@ import subprocess
 from datetime import UTC, datetime
 from typing import Any
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from commandbus.model.command import CommandRecord, CommandStatus
@@ -88,5 +88,7 @@ def test_frames_of_libraries_are_folded() -> None:
 
 
 @given(st.text())
+@example("a\x1e\rb")
+@example("\x1e")
 def test_nothing_of_a_text_is_lost(text: str) -> None:
-    assert "\n".join(part.text for part in folded(text)).splitlines() == text.splitlines()
+    assert "\n".join(part.text for part in folded(text)) == text.rstrip("\n")

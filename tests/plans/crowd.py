@@ -53,8 +53,9 @@ def crowded_database(
         with CommandBus(url) as bus:
             for domain in DOMAINS:
                 bus.create_domain(domain)
-        with psycopg.connect(url, autocommit=True) as conn, psycopg.connect(url) as onlooker:
-            _fill(conn, onlooker)
+        with psycopg.connect(url) as onlooker:
+            with psycopg.connect(url, autocommit=True) as conn:  # it ends here, and reports what it has read
+                _fill(conn, onlooker)
             yield url
     finally:
         server_admin(sql.SQL("DROP DATABASE {} WITH (FORCE)").format(sql.Identifier(name)))

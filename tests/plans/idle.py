@@ -21,7 +21,7 @@ from psycopg import sql
 from commandbus import sql as texts
 from commandbus.db.drivers import OwnConnection, run
 from commandbus.flow.batches.fold_and_complete import fold
-from commandbus.flow.batches.operate import leftovers
+from commandbus.flow.batches.leftovers import leftovers
 from commandbus.flow.commands import call, rescue, send
 from commandbus.flow.commands.claim import claim, next_due, put_right, run_alone
 from commandbus.flow.commands.claimed_row import ClaimedRow

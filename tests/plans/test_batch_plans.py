@@ -20,7 +20,8 @@ from commandbus.db.drivers import run
 from commandbus.db.embedded import EmbeddedPostgres
 from commandbus.flow.batches import inspect as batch_look
 from commandbus.flow.batches.fold_and_complete import fold
-from commandbus.flow.batches.operate import Canceling, cancel_bite, leftovers
+from commandbus.flow.batches.leftovers import Canceling, leftovers
+from commandbus.flow.batches.operate import cancel_bite
 from commandbus.flow.commands import operate
 from commandbus.flow.commands.claim import claim
 from commandbus.flow.commands.prune import Retention, prune_groups

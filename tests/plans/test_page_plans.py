@@ -15,9 +15,10 @@ from commandbus.flow.commands import query_filters
 from commandbus.flow.commands.history import list_stuck
 from commandbus.flow.commands.inspect import domain_status, list_rejected
 from commandbus.flow.commands.query import CommandQuery, query_commands
+from commandbus.flow.commands.stuck_groups import list_stuck_groups
 from commandbus.flow.commands.tsq import count_tsq, list_tsq
 from commandbus.flow.operation import Operation
-from commandbus.flow.processes.inspect import query_processes
+from commandbus.flow.processes.inspect import list_summaries, query_processes
 from commandbus.model.command import CommandStatus
 
 pytestmark = [
@@ -132,8 +133,10 @@ def test_the_status_of_a_domain(conn: Conn, generic: bool, domain: str) -> None:
         (lambda: count_tsq(domain=None, command_type=None, error_code=None), 20_010),
         (lambda: count_tsq(domain="trouble", command_type="work", error_code="RARE"), 20_010),
         (lambda: list_stuck(limit=50), 70),
+        (lambda: list_stuck_groups(limit=50), 10_010),
         (lambda: list_rejected(domain="orders", limit=50), 60),
         (lambda: query_processes(limit=50), 60),
+        (lambda: list_summaries(limit=50), 60),
         (lambda: batches.query(domain=None, status=None, limit=50), 10_010),
     ],
 )

@@ -24,7 +24,8 @@ from commandbus import (
 from commandbus.flow.batches import batches_of_processes as process_batch
 from commandbus.flow.batches import operate as batch_operate
 from commandbus.flow.batches.fold_and_complete import fold
-from commandbus.flow.batches.operate import Canceling, leftovers, mark, resume
+from commandbus.flow.batches.leftovers import Canceling, leftovers
+from commandbus.flow.batches.operate import mark, resume
 from commandbus.flow.commands import operate
 from commandbus.flow.commands.claim import claim, put_right
 from commandbus.flow.commands.settle import settle

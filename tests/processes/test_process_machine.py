@@ -55,7 +55,7 @@ from commandbus import (
 )
 from commandbus.errors import AttemptFencedError, CommandNotFoundError
 from commandbus.flow.batches.fold_and_complete import fold
-from commandbus.flow.batches.operate import leftovers
+from commandbus.flow.batches.leftovers import leftovers
 from commandbus.flow.commands.claim import claim, put_right
 from commandbus.flow.commands.settle import Settlement, cancellation, settle
 from commandbus.model.outcome import Judgement, Verdict, judge_failure

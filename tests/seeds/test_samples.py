@@ -225,7 +225,7 @@ def test_cooperative_cancellation_by_the_event(
 
     bus.send("orders", "steps", command_id="k")
     with SyncWorker(pool, "orders", registry):
-        assert began.wait(20)
+        assert began.wait(60)
         bus.cancel("orders", "k")
         assert settled(bus, "k").status is CommandStatus.CANCELED
 
@@ -369,7 +369,7 @@ def test_the_watchdog_triggers_recovery(
         assert any(thread.name == "worker-watchdog" and thread.daemon for thread in threading.enumerate())
         for _ in range(5):
             worker.health_status.record_pool_exhaustion()
-        assert restart.wait(20)
+        assert restart.wait(60)
         watchdog.stop()
     critical = [record for record in caplog.records if record.levelno == logging.CRITICAL]
     assert any("exhaustions=5" in record.getMessage() for record in critical)

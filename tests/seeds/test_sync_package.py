@@ -280,7 +280,7 @@ def test_the_watchdog_of_the_specification(
         watchdog.start()
         for _ in range(3):
             worker.health_status.record_stuck_thread()
-        assert recovered.wait(20)
+        assert recovered.wait(60)
         watchdog.stop()
 
 
@@ -342,7 +342,7 @@ def test_a_database_that_is_away_is_critical_until_it_is_back() -> None:
         reconnect_failed=lambda pool: called.set(),
         health_status=status,
     ) as pool:
-        assert called.wait(20)
+        assert called.wait(60)
         assert status.is_critical()
         assert status.critical_reasons == ["database_unreachable"]
         assert pool.get_stats()["pool_size"] <= 1

@@ -10,6 +10,7 @@ from typing import Any
 
 import psycopg
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from commandbus import CommandBus, CommandStatus, NewCommand
 from support.supervised import Supervised
@@ -176,6 +177,25 @@ def test_a_command_that_ends_the_whole_container_does_not_loop_for_ever(
     until(lambda: status_of(bus, "healthy") is CommandStatus.COMPLETED)
 
 
+def lost_in(supervised: Supervised) -> dict[str, float]:
+    """What its metrics say of lost attempts, by command type."""
+    families = text_string_to_metric_families(supervised.ask("/metrics")[1])
+    (attempts,) = [family for family in families if family.name == "commandbus_attempts"]
+    return {
+        sample.labels["command_type"]: sample.value
+        for sample in attempts.samples
+        if sample.labels["outcome"] == "lost" and sample.value
+    }
+
+
+def kill_workers(supervised: Supervised) -> None:
+    """kill -9 of idle workers; returns when others have taken their places."""
+    gone = supervised.workers()
+    for pid in gone:
+        os.kill(pid, signal.SIGKILL)
+    until(lambda: len(supervised.workers()) == len(gone) and not set(gone) & set(supervised.workers()))
+
+
 PREFETCHED = 1600  # as many as a worker with quick handlers may hold
 
 
@@ -189,10 +209,14 @@ def test_what_a_killed_worker_had_only_prefetched_is_through_within_seconds(
         "UPDATE pgmq.q_orders__commands SET read_ct = 1, vt = now(), "
         "headers = jsonb_build_object('held_by', 'gone', 'since', now())"
     )
-    supervise(processes=2, concurrency=4).until_ready(2)
+    supervised = supervise(processes=2, concurrency=4)
+    supervised.until_ready(2)
     until_settled(db, 20)
     assert statuses(db) == {"COMPLETED": PREFETCHED}
     assert one(db, "SELECT count(*) FROM commandbus.attempt WHERE verdict = 'LOST'") == PREFETCHED
+    assert lost_in(supervised) == {"instant": PREFETCHED}
+    kill_workers(supervised)
+    assert lost_in(supervised) == {"instant": PREFETCHED}, "the counts outlive the workers that counted"
     assert one(db, "SELECT count(*) FROM commandbus.attempt WHERE verdict NOT IN ('LOST', 'GIVEN_BACK')") == 0
 
 
@@ -215,9 +239,11 @@ def test_what_had_only_been_prefetched_beside_a_killed_supervisor_is_not_suspect
         (worker,),
     )
     (noting / "go").touch()
-    supervise(processes=1, concurrency=2).until_ready(1)
+    second = supervise(processes=1, concurrency=2)
+    second.until_ready(1)
     until_settled(db)
     assert statuses(db) == {"COMPLETED": 22}
+    assert lost_in(second) == {"note": 2, "instant": 20}, "the successor counts what its predecessor lost"
     suspected = (
         "SELECT DISTINCT c.command_id FROM commandbus.attempt a JOIN commandbus.command c ON c.id = a.command "
         "WHERE a.verdict = 'LOST' AND a.error LIKE '%child process%' ORDER BY 1"

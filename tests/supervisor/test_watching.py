@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,9 +13,12 @@ from typing import Any
 import psycopg
 import pytest
 
-from commandbus import CommandBus
-from support.supervised import Supervised
+from commandbus import CommandBus, Settings
+from commandbus.web.app import create_console
+from support.consoles import served
+from support.supervised import Supervised, on_host
 from support.waiting import one, until
+from web.conftest import Visit
 
 Db = psycopg.Connection[Any]
 Supervise = Callable[..., Supervised]
@@ -52,3 +57,43 @@ def test_watched_recycled_and_killed(supervise: Supervise, tasks: Path, bus: Com
     (tasks / "go").touch()
     until(lambda: [item for item in bus.workers() if item.id == where["a"] and item.state == "STOPPED"])
     assert [item.worker for item in bus.post_mortems()] == [where["b"]], "a worker that was recycled has not died"
+
+
+@pytest.mark.slow
+def test_a_fleet_on_two_machines(supervise: Supervise, tasks: Path, bus: CommandBus, database: str) -> None:
+    """Each has its name and its part of the pages; a question and a recycling find their machine."""
+    if subprocess.run([*on_host("machine-a"), "true"], capture_output=True, check=False).returncode:
+        pytest.skip("this user may not name a machine (unshare --uts)")
+    for host in ("machine-a", "machine-b"):
+        supervise(host=host, processes=1, concurrency=1, visibility_timeout="30s").until_ready()
+    for name in ("a", "b"):
+        bus.send("orders", "hold", command_id=name)
+    where = until(lambda: (found := slots(bus)) and len(found) == 2 and found)
+    hosts = {item.id: item.host for item in bus.workers()}
+    assert {hosts[worker] for worker in where.values()} == {"machine-a", "machine-b"}
+    with served(create_console(Settings(database_url=database))) as port:
+        visit = Visit(port)
+        strips = re.findall(r'<section class="strip"><h3>.*?</section>', visit.get("/").text, re.DOTALL)
+        assert len(strips) == 2
+        for command, worker in where.items():
+            (strip,) = [text for text in strips if worker in text]
+            assert hosts[worker] in strip
+            assert f"id={command}" in strip
+        groups = re.findall(r'<section class="supervisor">.*?</section>', visit.get("/workers").text, re.DOTALL)
+        assert [hosts[worker] in group for worker in where.values() for group in groups if worker in group] == [
+            True
+        ] * 2
+        for command, worker in where.items():
+            stack = visit.get("/api/stack", domain="orders", id=command, wait=10).json
+            assert stack["worker"] == worker
+            assert "hold" in str(stack)
+        assert visit.act("recycle-worker", "/workers", worker=where["a"], reason="leaks").status == 200
+        until(lambda: [item for item in bus.workers() if item.id == where["a"] and item.state == "DRAINING"])
+        (after,) = [item for item in bus.workers() if item.id == where["b"]]
+        assert after.state == "ACTIVE"
+    (tasks / "go").touch()
+    until(lambda: [item for item in bus.workers() if item.id == where["a"] and item.state == "STOPPED"])
+    (other,) = until(
+        lambda: [item for item in bus.workers() if item.state == "ACTIVE" and item.id not in where.values()]
+    )
+    assert other.host == hosts[where["a"]], "its own machine has replaced it"

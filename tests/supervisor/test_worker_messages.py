@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from commandbus.cli.exit_codes import ExitCode, code_for, sentence_for
+from commandbus.supervisor.start_message import LONGEST_TEXT
 from commandbus.supervisor.worker_messages import (
     BURST_MESSAGES,
     LONGEST_HELLO,
     LONGEST_LINE,
-    LONGEST_TEXT,
     MESSAGES_A_SECOND,
     ControlReader,
     Doing,
@@ -26,7 +26,7 @@ from commandbus.supervisor.worker_messages import (
     StateMessage,
     plain,
 )
-from commandbus.worker.worker_options import StopReport
+from commandbus.worker.stop_report import StopReport
 from support.running import examples
 
 PID = 4711

@@ -91,7 +91,7 @@ class ApiStub:
 
     def __enter__(self) -> ApiStub:
         self._thread.start()
-        assert self._ready.wait(10)
+        assert self._ready.wait(60)
         return self
 
     def __exit__(

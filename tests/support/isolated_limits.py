@@ -258,7 +258,7 @@ def leave_thread(command: Any, ctx: Any) -> None:
         note(command, "left")
 
     threading.Thread(target=stay, daemon=True).start()
-    assert entered.wait(20)
+    assert entered.wait(60)
 
 
 @process("ask_later")

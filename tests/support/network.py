@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import select
 import socket
 import struct
 import threading
+
+from support.polling import readable
 
 
 class Proxy:
@@ -150,10 +151,10 @@ class _Pair:
         while True:
             # While deaf only the order to end is heard.
             watched = [self._wake, *other] if self._proxy.hearing.is_set() else [self._wake]
-            readable, _, _ = select.select(watched, [], [], 0.02)
-            if self._wake in readable:
+            ready = readable(watched, 0.02)
+            if self._wake in ready:
                 return
-            for source in readable:
+            for source in ready:
                 data = source.recv(65536)
                 if not data:
                     return

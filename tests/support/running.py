@@ -10,11 +10,13 @@ import faulthandler
 import fcntl
 import functools
 import gc
+import itertools
 import json
 import os
 import shutil
 import signal
 import tempfile
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,15 +36,17 @@ settings.load_profile("commandbus")
 FAILURES_VARIABLE = "COMMANDBUS_TEST_FAILURES"
 THOROUGH_VARIABLE = "COMMANDBUS_TEST_THOROUGH"
 LONGEST_TEST_SECONDS = 240.0
-MOST_COMPUTING = 5  # test workers that take tests of any kind
+MOST_COMPUTING = 5  # test workers that begin a test whenever they have one
+IDLE_LOOK_SECONDS = 0.25
+IDLE_SHARE = 0.2  # of all processors together: two fifths of one, where there are two
 MEMORY = Path("/dev/shm")  # a file system in memory, on every Linux
 MEMORY_BYTES = 6 << 30
 _GROUPS_FILE = "groups.json"
 _FOLDER_KEY = "commandbus_run_folder"
 
 
-def examples(usual: int, *, thorough: int) -> int:
-    """How many examples a property-based test plays: more with `./dev test --thorough`."""
+def examples(usual: T, *, thorough: T) -> T:
+    """What a test plays, or how often: more with `./dev test --thorough`."""
     return thorough if os.environ.get(THOROUGH_VARIABLE) else usual
 
 
@@ -188,8 +192,9 @@ class OneByOne(LoadScopeScheduling):  # type: ignore[misc]
     """The controller hands out one test at a time; tests of a group go to one test worker.
 
     The first test worker begins with the last tests, and the others with the first. So there is always somebody
-    who computes while the others wait, and never everybody at once. Test workers beyond `MOST_COMPUTING` take only
-    tests that wait: these use next to no processor time, and would hold up the other tests.
+    who computes while the others wait, and never everybody at once. Test workers beyond `MOST_COMPUTING` take the
+    tests that wait first: these use next to no processor time, and would hold up the other tests. After that they
+    take any test, but begin it only while a processor is idle (`idle_processor`).
     """
 
     def _split_scope(self, nodeid: str) -> str:
@@ -206,13 +211,11 @@ class OneByOne(LoadScopeScheduling):  # type: ignore[misc]
 
     def _next_unit(self, rank: int) -> str | None:
         """The test, or group of tests, that the test worker of this rank takes next."""
-        units: list[str] = list(self.workqueue)
-        waiting = (unit for unit in units if unit in self._waits)
-        if rank >= MOST_COMPUTING:
-            return next(waiting, None)
-        in_turn: Iterable[str] = reversed(units) if rank == 0 else units
+        in_turn: Iterable[str] = reversed(self.workqueue) if rank == 0 else self.workqueue
         computing = (unit for unit in in_turn if unit not in self._waits and unit not in self._alone)
-        return next(computing, None) or next(waiting, None) or units[0]
+        waiting = (unit for unit in self.workqueue if unit in self._waits)
+        choices = (waiting, computing) if rank >= MOST_COMPUTING else (computing, waiting)
+        return next(itertools.chain(*choices, self.workqueue), None)
 
     @functools.cached_property
     def _waits(self) -> set[str]:
@@ -261,6 +264,35 @@ def in_company(item: pytest.Item) -> Iterator[None]:
                 fcntl.flock(alone, fcntl.LOCK_UN)
                 fcntl.flock(others, fcntl.LOCK_SH)
         yield
+
+
+@contextmanager
+def idle_processor(item: pytest.Item) -> Iterator[None]:
+    """A test worker beyond `MOST_COMPUTING` begins a test that computes only while a processor is idle.
+
+    One of them looks at a time, so that the next one sees what this one's test uses.
+    """
+    rank = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    if rank >= MOST_COMPUTING and not item.get_closest_marker("waits"):
+        with (run_folder(item.config) / "idle.lock").open("a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            while _idle_share(IDLE_LOOK_SECONDS) < IDLE_SHARE:
+                pass
+    yield
+
+
+def _idle_share(seconds: float) -> float:
+    """Which share of their time the processors had nothing to do, from now on for so long."""
+    idle, total = _processor_ticks()
+    time.sleep(seconds)
+    idle_now, total_now = _processor_ticks()
+    return (idle_now - idle) / max(1, total_now - total)
+
+
+def _processor_ticks() -> tuple[int, int]:
+    """Of all processors since the machine started: idle (also if a disk is waited for), and in all."""
+    ticks = [int(word) for word in Path("/proc/stat").read_text().partition("\n")[0].split()[1:9]]
+    return ticks[3] + ticks[4], sum(ticks)
 
 
 def _is_free(lock: TextIO) -> bool:

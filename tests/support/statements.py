@@ -37,6 +37,7 @@ _PARTS_ONLY = {
     "limits/claimable",
     "effects/fence",
     "plans/chosen",
+    "plans/lock",
     "batches/settle_done_batches",
     "commands/settle_batches_and_processes",
 }
@@ -117,6 +118,7 @@ def _in_files() -> Iterator[Found]:
                 "kinds": "pg_catalog.unnest(%(types)s::text[]) AS kind (name)",
                 "claimable": sql.part("limits/claimable"),
                 "fence": sql.part("effects/fence"),
+                "lock": sql.part("plans/lock"),
                 "groups": sql.part(
                     "batches/settle_done_batches"
                     if name == "commands/settle_done"

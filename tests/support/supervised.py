@@ -33,10 +33,19 @@ QUICK = {
 }
 
 
-class Supervised:
-    """A running `commandbus worker`. Its log is a file, its processes carry a mark that their children inherit."""
+def on_host(name: str) -> list[str]:
+    """The beginning of a command line whose program believes that its machine has this name."""
+    allowed = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
+    return ["unshare", *allowed, "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', name]
 
-    def __init__(self, folder: Path, database: str, reference: str = "tasks:handlers", **options: Any) -> None:
+
+class Supervised:
+    """A running `commandbus worker`. Its log is a file, its processes carry a mark that their children inherit.
+    With `host`, it runs on a machine of that name, as far as it can tell."""
+
+    def __init__(
+        self, folder: Path, database: str, reference: str = "tasks:handlers", *, host: str = "", **options: Any
+    ) -> None:
         self.mark = uuid.uuid4().hex
         self.log_file = folder / f"supervisor-{self.mark}.log"
         chosen = {"database_url": database, "handlers": reference, **QUICK, **options}
@@ -47,7 +56,7 @@ class Supervised:
         environment |= {SETTINGS[name].env: str(value) for name, value in chosen.items()}
         with self.log_file.open("wb") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "commandbus.worker", "--json"],
+                [*(on_host(host) if host else []), sys.executable, "-m", "commandbus.worker", "--json"],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=log,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from http.client import HTTPConnection
@@ -51,7 +51,7 @@ class Visit:
     def get(self, path: str, **query: object) -> Answer:
         return self._ask("GET", path + (f"?{urlencode(query)}" if query else ""), None, {})
 
-    def post(self, path: str, fields: dict[str, str], **headers: str) -> Answer:
+    def post(self, path: str, fields: Mapping[str, str] | Sequence[tuple[str, str]], **headers: str) -> Answer:
         named = {name.replace("_", "-"): value for name, value in headers.items()}
         return self._ask(
             "POST", path, urlencode(fields), {"Content-Type": "application/x-www-form-urlencoded", **named}

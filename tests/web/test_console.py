@@ -178,10 +178,13 @@ def test_the_api_describes_itself_and_gives_what_the_pages_show(
         "/api/ledger",
         "/api/limit",
         "/api/key",
+        "/api/key/overrides",
+        "/api/key/actions",
         "/api/breaker/actions",
         "/api/stack",
         "/api/batch",
         "/api/batch/commands",
+        "/api/batch/actions",
         "/api/process",
         "/api/process/graph",
         "/api/plan",
@@ -240,3 +243,15 @@ def test_addresses_that_make_no_sense(bus: CommandBus, serve: Serve) -> None:
         answer = visit.get(path)
         assert answer.status in (400, 404, 422), path
         assert "Traceback" not in answer.text
+
+
+def test_a_command_shows_its_unique_key(bus: CommandBus, serve: Serve) -> None:
+    key = '<script>alert("1")</script>'
+    sent = bus.send("orders", "ship", unique=key, debounce="5s")
+    visit = serve()
+    page = visit.get("/command", domain="orders", id=sent.command_id).text
+    assert "Unique key" in page
+    assert "debounced for 5s, at most 50s" in page
+    assert key not in page
+    found = visit.get("/api/command", domain="orders", id=sent.command_id).json["command"]["unique"]
+    assert (found["key"], found["debounce_seconds"], found["has_key"]) == (key, 5.0, True)

@@ -38,7 +38,7 @@ def busy(bus: CommandBus, database: str) -> Iterator[Worker]:
     worker = Worker(handlers, settings=quick_settings(database, concurrency=4))
     worker.start()
     bus.send("orders", "scan", command_id="first")
-    assert started.wait(20)
+    assert started.wait(60)
     bus.send_many("orders", [NewCommand("scan", command_id=name) for name in ("second", "third")])
     until(lambda: len(bus.limit_detail("docai").line) == 2)
     worker.gate = gate  # type: ignore[attr-defined]

@@ -16,7 +16,16 @@ import psycopg
 import pytest
 import uvicorn
 
-from commandbus import CommandBus, HandlerRegistry, PermanentCommandError, RetryPolicy, Settings, Worker
+from commandbus import (
+    CommandBus,
+    HandlerRegistry,
+    InvalidCommandError,
+    PermanentCommandError,
+    RetryPolicy,
+    Settings,
+    Worker,
+)
+from commandbus.bus.masked import bus_for_people
 from commandbus.web.app import create_console
 from commandbus.worker import masking
 from support.waiting import until
@@ -30,6 +39,8 @@ PATHS = (
     "/workers", "/domains", "/rejected", "/plans", "/plan?id=1", "/command?domain=orders&id=bad",
     "/command?domain=orders&id=good", "/command?domain=orders&id=retried", "/api/commands", "/api/troubleshooting",
     "/api/command?domain=orders&id=bad", "/api/command?domain=orders&id=good", "/api/stuck", "/api/rejected",
+    "/effects", "/keys", "/audit", "/strays", "/undelivered", "/database", "/api/audit", "/api/failures",
+    "/api/effects",
     "/api/schedules", "/api/plan?id=1", "/api/breakers", "/api/command?domain=orders&id=retried",
 )  # fmt: skip
 LINES = (
@@ -125,6 +136,35 @@ def test_no_page_answer_line_or_log_has_a_secret(
     assert record.result == {"token": "tok-98765", "ok": True}, "programs get what is there"
     attempts = bus.get_attempts("orders", "retried").items
     assert leaks(str(attempts)) == [], "what is stored of a failure has no secret either"
+
+
+def test_a_hidden_value_cannot_be_found_out_by_searching(
+    settings: Settings, bus: CommandBus, visit: Visit
+) -> None:
+    secret = {
+        "login": {"password": SECRETS[0]},
+        "card": {"number": int(SECRETS[1])},
+        "cards": [{"password": "abcd"}],
+    }
+    bus.send("orders", "ship", {**secret, "order_no": 17}, command_id="one")
+    assert [
+        item["command_id"] for item in visit.get("/api/commands", search="data.order_no=17").json["items"]
+    ] == ["one"]
+    for search in (
+        f"data.login.password={SECRETS[0]}",
+        f"data.Card.Number={SECRETS[1]}",
+        "data.cards.0.password=abcd",
+        f'data.login={{"password":"{SECRETS[0]}"}}',
+    ):
+        for path in ("/commands", "/api/commands"):
+            answer = visit.get(path, search=search)
+            assert (answer.status, "mask" in answer.text) == (400, True), (path, search, answer.status)
+    with (
+        bus_for_people(settings) as shown,
+        pytest.raises(InvalidCommandError, match=r"data\.login\.password is masked"),
+    ):
+        shown.query_commands(data={"login.password": SECRETS[0]})
+    assert len(bus.query_commands(data={"login.password": SECRETS[0]})) == 1, "programs get what is there"
 
 
 def test_a_replay_of_masked_data_has_the_old_values(settings: Settings, bus: CommandBus, visit: Visit) -> None:

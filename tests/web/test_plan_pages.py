@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from urllib.parse import quote
 
 from commandbus import CommandBus, HandlerRegistry, PermanentCommandError, Worker
 from commandbus.web.access import Access
@@ -100,3 +101,42 @@ def test_of_two_operators_at_once_one_starts_the_plan(database: str, bus: Comman
     with ThreadPoolExecutor(4) as operators:
         answers = list(operators.map(lambda _: visit.act("start-plan", page, plan=page[-1]), range(4)))
     assert sorted(answer.status for answer in answers) == [303, 409, 409, 409]
+
+
+def test_a_plan_of_what_was_selected(database: str, bus: CommandBus, serve: Serve) -> None:
+    trouble(database, bus, "a", HOSTILE, "c")
+    bus.create_domain("billing")
+    visit = serve()
+    shown = visit.get("/troubleshooting").text
+    assert shown.count('name="chosen"') == 3
+    assert 'value="orders a"' in shown
+    nothing = visit.act("preview-plan", "/troubleshooting", action="retry")
+    assert nothing.status == 400
+    assert "select at least one command" in nothing.text
+    both = visit.act("preview-plan", "/troubleshooting", action="retry", chosen="orders a\nbilling b")
+    assert "a plan is about one domain" in both.text
+    fields = [("mark", visit.mark("/troubleshooting")), ("action", "cancel"), ("reason", "old")]
+    made = visit.post(
+        "/actions/preview-plan", [*fields, ("chosen", "orders a"), ("chosen", f"orders {quote(HOSTILE)}")]
+    )
+    assert made.status == 303, made.text
+    (plan,) = bus.plans.list()
+    assert (plan.total, plan.filter.command_ids, plan.reason) == (2, ("a", HOSTILE), "old")
+    page = made.headers["location"]
+    assert "Cancel 2" in visit.get(page).text
+    bus.commands.operator_retry("orders", "a")
+    refused = visit.act("start-plan", page, plan=str(plan.id))
+    assert refused.status == 409
+    assert "0 came and 1 went of 2 commands" in refused.text
+    again = visit.post("/actions/preview-plan", [*fields, ("chosen", f"orders {quote(HOSTILE)}")]).headers[
+        "location"
+    ]
+    assert visit.act("start-plan", again, plan=again.rpartition("=")[2]).status == 303
+    assert bus.status("orders")[0].in_tsq == 2, "workers carry it out; `c` was not selected"
+
+
+def test_a_form_with_too_many_fields_is_refused(bus: CommandBus, serve: Serve) -> None:
+    visit = serve()
+    answer = visit.post("/actions/preview-plan", [("chosen", f"orders {n}") for n in range(400)])
+    assert answer.status == 409
+    assert "more than 300 fields" in answer.text

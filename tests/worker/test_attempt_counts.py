@@ -137,7 +137,7 @@ def test_a_lost_lease_is_counted_and_no_outcome(
 
     bus.send("orders", "work")
     worker = start_worker(handlers)
-    assert started.wait(10)
+    assert started.wait(60)
     db.execute("UPDATE pgmq.q_orders__commands SET read_ct = read_ct + 1, vt = now() + interval '1 h'")
     go_on.set()
     until(lambda: worker._counts.read().lease_losses == 1)
@@ -162,7 +162,7 @@ def test_a_wait_for_a_connection_in_vain_is_counted(
 
     bus.send("orders", "hold")
     worker = start_worker(handlers, pool_max_size=1, pool_timeout=0.1)
-    assert holding.wait(10)
+    assert holding.wait(60)
     bus.send("orders", "work")
     until(lambda: worker._counts.read().connection_timeouts == 1)
     assert sum(worker._counts.read().connection_waits.buckets) == 1

@@ -185,7 +185,7 @@ def test_very_many_parked_commands_delay_no_lease(
     start_worker(handlers, visibility_timeout=1.5, statement_timeout=1.0)
     until(lambda: one(db, "SELECT count(*) FROM commandbus.parked") == 3500, 60)
     bus.send("orders", "slow", command_id="slow")
-    assert begun.wait(20)
+    assert begun.wait(60)
     db.execute("UPDATE commandbus.breaker SET is_forced = false, until = now()")
     until(lambda: one(db, "SELECT count(*) FROM commandbus.command WHERE status = 'COMPLETED'") == 3500, 60)
     assert one(db, "SELECT count(*) FROM commandbus.parked") == 0

@@ -341,7 +341,7 @@ def test_one_whose_queue_is_gone_does_not_disturb_the_leases(
     handlers.register("gone", "hang", lambda ctx: None)
     start_worker(handlers, domains=["orders"], visibility_timeout=1.5, statement_timeout=1.0)
     bus.send("orders", "slow", command_id="c")
-    assert begun.wait(20)
+    assert begun.wait(60)
     db.execute("UPDATE commandbus.breaker SET is_forced = false, until = now(), domain = 'orders'")
     db.execute("ALTER TABLE commandbus.parked RENAME TO parked_away")
     until(lambda: any("breakers cannot be checked now" in line for line in caplog.messages))

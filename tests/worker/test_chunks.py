@@ -405,7 +405,7 @@ def test_a_canceled_command_does_not_stop_its_chunk(
 
     send(bus, 4)
     start_worker(handlers)
-    assert started.wait(20)
+    assert started.wait(60)
     bus.cancel("orders", "c001", reason="not needed")
     go_on.set()
     until_settled(db)
@@ -557,7 +557,7 @@ def test_an_async_chunk_that_blocks_the_event_loop_is_given_up(
     @handlers.handler("orders", "index", chunk=3, chunk_wait="100ms", timeout=0.5)
     async def index(commands: Any, ctx: Any) -> None:
         if len(commands) > 1:
-            assert started.wait(20)
+            assert started.wait(60)
             go_on.wait(60)  # no await: the loop stands still
 
     @handlers.handler("orders", "near", timeout=60)

@@ -348,14 +348,14 @@ def test_an_intent_waits_for_its_locked_queue_row_and_no_other_attempt_waits_wit
 
     def pay(command: Any, ctx: Any) -> Any:
         started.set()
-        assert locked.wait(20)
+        assert locked.wait(60)
         with ctx.effect("charge", key=command.command_id) as effect:
             effect.receipt = provider.charge(effect.key)
 
     handlers.register("orders", "pay", pay)
     start_worker(handlers)
     bus.send("orders", "pay", command_id="c")
-    assert started.wait(10)
+    assert started.wait(60)
     with psycopg.connect(database) as locker:
         locker.execute("SELECT * FROM pgmq.q_orders__commands FOR UPDATE")
         locked.set()
@@ -394,7 +394,7 @@ def test_an_intent_that_is_written_after_its_attempt_gave_up_is_taken_back(
             (sent.id,),
         )
         start_worker(handlers, retry_policy=AT_ONCE)
-        assert gave_up.wait(20)
+        assert gave_up.wait(60)
         other.rollback()
     assert ended(bus) == "COMPLETED"
     assert (len(provider.charges), effect(bus).calls, effect(bus).state) == (1, 2, "DONE")
@@ -474,7 +474,7 @@ def test_an_operator_cannot_resolve_an_effect_while_its_attempt_runs(
     handlers.register("orders", "pay", pay)
     start_worker(handlers)
     bus.send("orders", "pay", command_id="c")
-    assert inside.wait(10)
+    assert inside.wait(60)
     with pytest.raises(InvalidOperationError, match="a worker holds command 'c'"):
         bus.commands.resolve_effect("orders", "c", "charge", done=False)
     go_on.set()

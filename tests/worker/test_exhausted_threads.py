@@ -108,7 +108,7 @@ def test_the_slot_of_a_stuck_attempt_comes_back_when_there_are_threads_again(
     add(handlers, lane, "quick", quick)
     worker = start_worker(handlers, concurrency=1, cancel_grace=0.3)
     bus.send("orders", "hang", command_id="h", max_attempts=1)
-    assert started.wait(10)
+    assert started.wait(60)
     threads.are_left = False
     until(lambda: verdicts(db, "h") == [(1, "EXHAUSTED")])
     until(lambda: threads.refused)

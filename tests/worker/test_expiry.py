@@ -22,6 +22,7 @@ from commandbus import (
     TroubleshootingQueue,
     Worker,
 )
+from commandbus.worker import maintenance
 from support.waiting import one, until, until_settled
 from support.waiting import verdicts as numbered_verdicts
 from support.workers import add
@@ -113,6 +114,47 @@ def test_commands_that_no_worker_can_claim_expire_as_well(
     until_settled(db)
     assert worker.stop().unwritten == 0
     assert bus.get_command("orders", "fails").error_code == "EXPIRED"  # type: ignore[union-attr]
+
+
+def late(bus: CommandBus, db: Db, *ids: str) -> None:
+    """Commands that nobody claims, and that have expired."""
+    for command_id in ids:
+        bus.send("orders", "note", command_id=command_id, delay="1h")
+        make_late(db, command_id)
+
+
+def test_a_locked_command_keeps_no_other_from_expiring(
+    database: str, bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker
+) -> None:
+    handlers.register("orders", "note", lambda ctx: None)
+    late(bus, db, "a", "b")
+    with psycopg.connect(database) as other:
+        other.execute("SELECT FROM commandbus.command WHERE command_id = 'a' FOR UPDATE")
+        start_worker(handlers)
+        until(lambda: status(bus, "b") is CommandStatus.CANCELED)
+        assert status(bus, "a") is CommandStatus.PENDING
+    until(lambda: status(bus, "a") is CommandStatus.CANCELED)
+
+
+def test_what_waits_in_vain_for_a_lock_is_not_forgotten(
+    database: str,
+    bus: CommandBus,
+    db: Db,
+    handlers: HandlerRegistry,
+    start_worker: StartWorker,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(maintenance, "LOCKED_SECONDS", 0.5)
+    handlers.register("orders", "note", lambda ctx: None)
+    late(bus, db, "a")
+    with psycopg.connect(database) as other:
+        other.execute("LOCK TABLE commandbus.parked IN SHARE MODE")
+        start_worker(handlers)
+        until(lambda: "maintenance (expiry) needs a row that somebody has locked" in caplog.text)
+        assert status(bus, "a") is CommandStatus.PENDING
+    until(lambda: status(bus, "a") is CommandStatus.CANCELED)
+    assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == []
 
 
 def test_an_attempt_that_runs_when_its_command_expires_goes_on(

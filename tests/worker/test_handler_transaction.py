@@ -243,7 +243,7 @@ def test_without_its_fence_nothing_of_the_block_is_committed(
     add(handlers, lane, "work", work)
     bus.send("orders", "work", command_id="c")
     worker = start_worker(handlers)
-    assert started.wait(10)
+    assert started.wait(60)
     with db.transaction():  # or the worker itself would be faster
         db.execute("UPDATE pgmq.q_orders__commands SET vt = now() - interval '1 s'")
         bus.run(claim(domain="orders", worker="thief", n=1, lease_seconds=60, cursor=None), db)
@@ -318,7 +318,7 @@ def test_the_commit_waits_for_a_row_that_somebody_holds(
     add(handlers, lane, "work", work)
     bus.send("orders", "work", command_id="c")
     start_worker(handlers)
-    assert ready.wait(10)
+    assert ready.wait(60)
     with psycopg.connect(database) as other:
         other.execute("SELECT FROM pgmq.q_orders__commands FOR UPDATE")
         locked.set()

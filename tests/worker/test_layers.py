@@ -145,7 +145,7 @@ def test_pool_timeout_is_raised_counted_and_transient(
     with ConnectionPool(database, min_size=1, max_size=1) as pool:
         bus.send("orders", "hold")
         worker = start_worker(handlers, pool=pool, pool_timeout=0.5, concurrency=2, max_attempts=1)
-        assert taken.wait(10)
+        assert taken.wait(60)
         bus.send("orders", "want", command_id="c")
         until(lambda: verdicts(db, "c"))
         kind, code, error, _ = failure_of(db, "c")
@@ -183,7 +183,7 @@ def test_the_wait_for_a_connection_never_outlasts_the_attempt(
     with ConnectionPool(database, min_size=1, max_size=1) as pool:
         bus.send("orders", "hold")
         start_worker(handlers, pool=pool, pool_timeout=30.0, concurrency=2, max_attempts=1, cancel_grace=3.0)
-        assert taken.wait(10)
+        assert taken.wait(60)
         stopwatch = Stopwatch()
         bus.send("orders", "want", command_id="c")
         until(lambda: verdicts(db, "c"))

@@ -274,7 +274,7 @@ def test_a_probe_is_charged_when_another_call_has_succeeded_since_the_breaker_op
     start_worker(handlers)
     until(lambda: bus.status("orders")[0].running == 1)
     bus.send("orders", "page", command_id="bad")
-    assert probing.wait(20)
+    assert probing.wait(60)
     bus.send("orders", "page", command_id="other")
     until(lambda: bus.status("orders")[0].parked == 1)
     go_on.set()

@@ -240,7 +240,7 @@ def test_after_a_back_off_one_probe_goes_first(bus, db, handlers, start_worker, 
 
     bus.send_many("orders", [NewCommand("page", n) for n in range(5)])
     start_worker(handlers, concurrency=1)
-    assert probing.wait(20)
+    assert probing.wait(60)
     worker = db.execute("SELECT probe IS NOT NULL FROM commandbus.limits").fetchone()
     assert worker == (True,)
     until(lambda: bus.status("orders")[0].parked == 4)
@@ -402,7 +402,7 @@ def test_a_caller_whose_kept_permit_is_gone_keeps_its_turn(bus, db, database):
             until(lambda: db.execute("SELECT count(*) FROM commandbus.parked").fetchone() == (1,))
             db.execute("UPDATE commandbus.parked SET woken_at = now()")
             until(lambda: db.execute("SELECT woken_at FROM commandbus.parked").fetchone() == (None,))
-        assert got.wait(20)
+        assert got.wait(60)
         waiting.join(20)
 
 

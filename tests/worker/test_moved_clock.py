@@ -63,7 +63,7 @@ def test_a_handler_that_moves_the_clock_harms_no_neighbor(
     handlers.register("orders", "mover", lambda ctx: clocks(factor, seconds))
     start_worker(handlers, **short_lease())
     bus.send("orders", "neighbor", command_id="n", max_attempts=1)
-    assert beside.wait(10)
+    assert beside.wait(60)
     bus.send("orders", "mover", command_id="m", max_attempts=1)
     first_end = one(db, "SELECT vt FROM pgmq.q_orders__commands ORDER BY msg_id LIMIT 1")
     # Its lease is renewed with the clocks moved, and the ladder has looked at it several times.

@@ -119,7 +119,7 @@ def test_a_deadline_and_a_person_cancel_it(
     assert (last(bus, "late").error_code, last(bus, "late").rung) == ("TIMEOUT", "deadline")
     began.clear()
     bus.send("orders", "long", command_id="long")
-    assert began.wait(20)
+    assert began.wait(60)
     bus.cancel("orders", "long", operator="ann")
     until_settled(db)
     assert bus.get_command("orders", "long").status is CommandStatus.CANCELED  # type: ignore[union-attr]
@@ -172,7 +172,7 @@ def test_one_that_blocks_the_loop_is_given_up_with_it(
     handlers.register("orders", "bystander", returning(bystander), timeout=20)
     bus.send("orders", "bystander", command_id="b", max_attempts=1)
     start_worker(handlers, cancel_grace=0.4, concurrency=2)
-    assert beside.wait(20)
+    assert beside.wait(60)
     bus.send("orders", "block", command_id="block", max_attempts=1)
     until_settled(db)
     assert last(bus, "block").error_type == "ExecutionStuck"
@@ -195,6 +195,6 @@ def test_a_stop_cancels_it_and_returns(
     handlers.register("orders", "wait", returning(wait), timeout=0)
     bus.send("orders", "wait", command_id="c", max_attempts=1)
     worker = start_worker(handlers, cancel_grace=0.3)
-    assert began.wait(20)
+    assert began.wait(60)
     assert worker.stop(wait=3).is_clean
     assert verdicts(db, "c") == [(1, "WAIVED")]

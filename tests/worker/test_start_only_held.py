@@ -269,7 +269,7 @@ def test_the_wait_for_a_permit_is_no_wait_for_a_slot(
     runtime = runtime_of(worker)
     (row,) = claimed_by(worker, bus, db, "c", command_type="page")
     bus.send("orders", "work", command_id="slow")
-    assert began.wait(10)
+    assert began.wait(60)
     runtime.dispatcher.deliver("orders", [row], boottime() - 15.0)
     until(lambda: runtime.dispatcher._slots.waiting)
     look_once(runtime)
@@ -299,7 +299,7 @@ def test_one_look_does_not_tell_that_the_slots_are_busy(
     runtime = runtime_of(worker)
     (row,) = claimed_by(worker, bus, db, "c")
     bus.send("orders", "work", command_id="slow")
-    assert began.wait(10)
+    assert began.wait(60)
     runtime.dispatcher.deliver("orders", [row], boottime() - 5.0)
     look_once(runtime)
     assert len(runtime.dispatcher._slots.waiting) == 1

@@ -242,7 +242,7 @@ def test_without_its_fence_nothing_of_it_is_committed(
     add(handlers, lane, "work", work)
     bus.send("orders", "work", command_id="c")
     worker = start_worker(handlers)
-    assert started.wait(10)
+    assert started.wait(60)
     with db.transaction():  # or the worker itself would be faster
         db.execute("UPDATE pgmq.q_orders__commands SET vt = now() - interval '1 s'")
         bus.run(claim(domain="orders", worker="thief", n=1, lease_seconds=60, cursor=None), db)

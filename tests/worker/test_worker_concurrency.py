@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import psycopg
@@ -209,6 +210,30 @@ def test_no_command_is_left_behind_by_lazy_waking(lane: str) -> None:
     finally:
         lanes.close()
     assert sum(lanes.ran.values()) == lanes.crowd.entered == pushed
+
+
+def test_commands_that_all_find_an_idle_slot_wake_nobody_else() -> None:
+    """The ticker would compete with the slots for the GIL, and delay what it is not needed for."""
+    lanes = _Lanes(3, 0.0)
+    try:
+        (ticker,) = [thread for thread in threading.enumerate() if thread.name == "test-ticker"]
+        until(lambda: _naps(ticker) > 0)  # it sleeps
+        before = _naps(ticker)
+        for pushed in range(2, 42, 2):
+            until(lambda: len(lanes.slots._idle) == 3)
+            lanes.slots.push([_Pushed()] * 2)  # type: ignore[list-item]
+            until(lambda expected=pushed: lanes.ran["sync"] == expected, 5)
+        assert _naps(ticker) == before
+        lanes.slots.push([_Pushed()] * 200)  # type: ignore[list-item]
+        until(lambda: _naps(ticker) > before)
+    finally:
+        lanes.close()
+
+
+def _naps(thread: threading.Thread) -> int:
+    """How often it has gone to sleep, as the kernel counts."""
+    lines = Path(f"/proc/self/task/{thread.native_id}/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith("voluntary")).split()[1])
 
 
 # --- no prefetch for slow handlers ----------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -46,6 +47,40 @@ def test_a_worker_carries_out_a_plan_without_anybody_looking(
     until(lambda: one(db, "SELECT count(*) FROM commandbus.command WHERE status = 'COMPLETED'") == 30)
     done = until(lambda: found if (found := bus.plans.get(plan.id)).state.is_final else None)
     assert (done.state, done.moved, done.skipped) == (PlanState.DONE, 30, 0)
+
+
+def test_one_locked_command_holds_up_no_other_one(
+    bus: CommandBus, worker: Worker, is_mended: threading.Event, database: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    troubled(bus, 50)
+    is_mended.set()
+    caplog.clear()
+    plan = bus.plans.preview("orders", "retry", operator="ann")
+    with psycopg.connect(database) as other:
+        other.execute("SELECT FROM commandbus.tsq ORDER BY command LIMIT 1 FOR UPDATE")
+        bus.plans.start(plan.id, operator="ann")
+        until(lambda: bus.plans.get(plan.id).moved == 49)
+        assert bus.plans.get(plan.id).locked == 1
+        until(lambda: bus.status("orders")[0].in_tsq == 1)
+    done = until(lambda: found if (found := bus.plans.get(plan.id)).state.is_final else None)
+    assert (done.state, done.moved, done.skipped, done.locked) == (PlanState.DONE, 50, 0, 0)
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
+
+
+def test_a_lock_that_another_duty_waits_for_holds_up_no_plan(
+    bus: CommandBus, worker: Worker, is_mended: threading.Event, database: str, db: Db
+) -> None:
+    """The maintenance thread ends expired commands before it carries out plans."""
+    troubled(bus, 3)
+    is_mended.set()
+    bus.send("orders", "ship", command_id="late", delay="1h")
+    with psycopg.connect(database) as other:
+        other.execute("LOCK TABLE commandbus.parked IN SHARE MODE")
+        db.execute("UPDATE commandbus.command SET expires_at = now() - interval '1 ms' WHERE command_id = 'late'")
+        plan = bus.plans.preview("orders", "retry")
+        until(lambda: one(db, "SELECT count(*) FROM pg_locks WHERE NOT granted"))
+        bus.plans.start(plan.id)
+        until(lambda: bus.plans.get(plan.id).state is PlanState.DONE)
 
 
 def test_a_paced_plan_goes_on_step_by_step_and_stops(bus: CommandBus, worker: Worker, db: Db) -> None:

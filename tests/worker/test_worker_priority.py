@@ -14,7 +14,7 @@ import pytest
 
 from commandbus import CommandBus, HandlerRegistry, Limit, NewCommand, Saga, Snooze, Worker, step
 from commandbus.flow.commands.claim import MILLENNIUM, Claim
-from commandbus.worker.claim_cursors import LOW_SHARE, MARGIN, DomainCursors
+from commandbus.worker.claim_cursors import LOW_IS_DUE, LOW_SHARE, MARGIN, DomainCursors
 from support.waiting import one, statuses, until, until_settled
 from support.workers import quick_settings
 
@@ -95,6 +95,34 @@ def test_an_empty_claim_moves_the_cursor_of_its_band() -> None:
     domain.step_back(str((now - MILLENNIUM).timestamp()))
     domain.step_back("-Infinity")
     assert domain.low.cursor is None
+
+
+def test_a_sweep_asks_for_a_band_only_if_something_is_due_there() -> None:
+    domain, now = DomainCursors("orders", is_routed=False), datetime.now(UTC)
+    for band in (domain.high, domain.low):
+        band.advance(Claim([], [], False, None, None), now)
+    domain.sweep(1.0)
+    assert (domain.cursor, domain.high.cursor, domain.low.cursor) == (None, None, None)
+    assert not domain.high.may_have_some
+    assert not domain.low.may_have_some
+    domain.note_others(LOW_IS_DUE)
+    assert domain.low.may_have_some
+    domain.note_others(LOW_IS_DUE, now)
+    assert (domain.high.cursor, domain.low.cursor) == (now - MARGIN, None)
+    assert not domain.high.may_have_some
+
+
+@pytest.mark.parametrize("priority", ["high", "low"])
+def test_a_command_that_nobody_heard_of_is_found(
+    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker, priority: Any
+) -> None:
+    handlers.register("orders", "work", lambda ctx: None)
+    start_worker(handlers)
+    until(lambda: one(db, "SELECT count(*) FROM commandbus.waiting WHERE expires_at > now()"))
+    db.execute("UPDATE commandbus.waiting SET expires_at = '-infinity'")  # a sender that sees no announcement
+    bus.send("orders", "work", priority=priority)
+    until_settled(db, 5.0)
+    assert statuses(db) == {"COMPLETED": 1}
 
 
 @pytest.mark.parametrize("priority", ["high", "low"])

@@ -58,7 +58,7 @@ def test_unstarted_work_goes_back_and_is_not_charged(
     bus.send("orders", "block", command_id="blocks")
     bus.send_many("orders", [NewCommand("quick", command_id=f"after{n:03}", max_attempts=1) for n in range(300)])
     worker = start_worker(handlers, concurrency=1, poll_interval=30.0)
-    assert blocking.wait(20)
+    assert blocking.wait(60)
     with ThreadPoolExecutor(1) as thread:
         stopping = thread.submit(worker.stop)
         until(lambda: one(db, "SELECT count(*) FROM pgmq.q_orders__commands WHERE headers ? 'held_by'") == 1)
@@ -103,7 +103,7 @@ def test_stop_waits_for_what_runs(
     add(handlers, lane, "work", work)
     bus.send("orders", "work", command_id="c")
     worker = start_worker(handlers)
-    assert started.wait(10)
+    assert started.wait(60)
     bus.send("orders", "work", command_id="unclaimed", delay=0.2)
     with ThreadPoolExecutor(1) as thread:
         stopping: Future[StopReport] = thread.submit(worker.stop)
@@ -137,7 +137,7 @@ def test_a_handler_that_never_returns_is_abandoned_in_time(
     bus.send("orders", "hang", command_id="hangs")
     bus.send("orders", "quick", command_id="quick")
     worker = start_worker(handlers, **HASTY)
-    assert started.wait(10)
+    assert started.wait(60)
     until(lambda: bus.get_command("orders", "quick").status is CommandStatus.COMPLETED)  # type: ignore[union-attr]
     stopwatch = Stopwatch()
     report = worker.stop()
@@ -164,7 +164,7 @@ def test_an_abandoned_attempt_is_settled_though_the_log_is_slow(
 
     bus.send("orders", "hang", command_id="hangs")
     worker = start_worker(handlers, **HASTY | {"shutdown_timeout": 4.0})
-    assert started.wait(10)
+    assert started.wait(60)
     log = logging.getLogger("commandbus.worker")
     slow = _SlowLog("is stuck", 0.3)
     log.addHandler(slow)
@@ -204,7 +204,7 @@ def test_a_handler_that_blocks_the_event_loop_does_not_delay_the_stop(
 
     bus.send("orders", "block")
     worker = start_worker(handlers, **HASTY)
-    assert started.wait(10)
+    assert started.wait(60)
     stopwatch = Stopwatch()
     report = worker.stop()
     assert stopwatch.seconds(waits=2.0) < 2.5
@@ -226,7 +226,7 @@ def test_an_async_handler_hears_of_the_abandonment(
 
     bus.send("orders", "hang")
     worker = start_worker(handlers, **HASTY)
-    assert started.wait(10)
+    assert started.wait(60)
     worker.stop()
     assert cleaned.wait(2)
 
@@ -243,7 +243,7 @@ def test_a_short_timeout_of_stop_is_kept(
 
     bus.send("orders", "hang")
     worker = start_worker(handlers)
-    assert started.wait(10)
+    assert started.wait(60)
     stopwatch = Stopwatch()
     assert worker.stop(wait=0.5).abandoned == 1
     assert stopwatch.seconds(waits=0.5) < 1.0
@@ -296,7 +296,7 @@ def test_a_second_signal_hurries(
     state = lambda: one(db, "SELECT state FROM commandbus.worker")  # noqa: E731
 
     def send() -> None:
-        assert started.wait(10)
+        assert started.wait(60)
         until(lambda: worker.is_running)
         os.kill(os.getpid(), signal.SIGTERM)
         until(lambda: not worker.is_running)
@@ -436,7 +436,7 @@ def test_a_hurried_drain_also_ends_what_was_in_a_block_with_a_time_limit(
     worker = start_worker(handlers)
     assert worker._runtime is not None
     bus.send("orders", "work", command_id="c")
-    assert inside.wait(10)
+    assert inside.wait(60)
     worker._runtime.drain("the test says so")
     worker._runtime.hurry()
     ticked = worker._runtime.ladder.beat_at
@@ -461,7 +461,7 @@ def test_what_a_hurried_drain_gave_up_was_not_abandoned_by_the_end(
     runtime = worker._runtime
     assert runtime is not None
     bus.send("orders", "hang", command_id="c")
-    assert started.wait(10)
+    assert started.wait(60)
     runtime.drain("the test says so")
     runtime.hurry()
     until(lambda: runtime.ladder.abandoned == 1)

@@ -22,6 +22,8 @@ STEADY_LOOKS = 25  # more than half a second
 SLOTS = examples(5, thorough=10)
 ROUNDS = examples(1, thorough=5)
 MANY = examples(8, thorough=50)
+# One of each way out: a stuck thread, a frozen worker, a crash, a killed one, too much memory, a stuck event loop.
+MIXED = ("spin", "regex", "row_lock", "segfault", "stop", "hog", "fork", "block_loop", "sys_exit")
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +128,7 @@ def held_by(pid: int) -> dict[str, int]:
 def test_some_rounds_of_all_the_others_leave_nothing_behind(fleet: Fleet) -> None:
     """All at once, mixed: workers drain, freeze, crash and are killed, and others stand in."""
     at_first, memory = fresh(fleet), fleet.resident_mb()
-    names = [name for name in hang.ANIMALS if f"hang.{name}" not in CHEAP]
+    names = examples(MIXED, thorough=tuple(name for name in hang.ANIMALS if f"hang.{name}" not in CHEAP))
     for _ in range(ROUNDS):
         run_rounds(fleet, [f"hang.{name}" for name in names], 1)
         fleet.meet_at_once(15)

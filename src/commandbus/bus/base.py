@@ -34,9 +34,10 @@ if TYPE_CHECKING:
     from commandbus.flow.breakers.operate import Guard
     from commandbus.flow.commands import call, inspect, prune, send_unique
     from commandbus.flow.commands.prune import Retention
+    from commandbus.flow.commands.query_filters import CommandQuery
     from commandbus.flow.queues.messages import Shapes
     from commandbus.flow.setup import migrate, roles
-    from commandbus.flow.setup.migrate import SchemaState
+    from commandbus.flow.setup.schema_state import SchemaState
     from commandbus.model.process import NewProcess
     from commandbus.model.to_json import JsonDefault
 else:
@@ -86,6 +87,9 @@ class BusBase:
         self._lent_is_parents = False
         self._queue_shapes: Shapes = {}
         _buses.add(self)
+
+    def _check_search(self, query: CommandQuery) -> None:
+        """Programs may search for anything. A bus whose answers people see refuses what its rules hide."""
 
     def _leave_to_parent(self) -> None:
         """Called in a forked process: open pools and sockets belong to the parent. The next use opens new ones."""
@@ -148,15 +152,23 @@ class BusBase:
     def _chunks(
         self, domain: str, commands: Iterable[send.Sendable], size: int
     ) -> Iterator[Operation[list[SentCommand]]]:
-        names.check_domain(domain)
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise ValueError(f"chunk_size must be a whole number of at least 1, not {size!r}")
-        limit = self.settings.max_payload_bytes
-        outgoing = send.prepare_all(commands, max_bytes=limit, domain=domain, plain=self._plain_or_none)
+        outgoing = self._outgoing(domain, commands, size)
         while chunk := list(islice(outgoing, size)):
-            yield self._unless_refused(
-                domain, send.send_chunk(domain, chunk, self), (item.command_type for item in chunk)
-            )
+            yield self._send_chunk(domain, chunk)
+
+    def _outgoing(
+        self, domain: str, commands: Iterable[send.Sendable], chunk_size: int
+    ) -> Iterator[send.Outgoing]:
+        """The commands of `send_many`, each checked when it is read."""
+        names.check_domain(domain)
+        if isinstance(chunk_size, bool) or not isinstance(chunk_size, int) or chunk_size < 1:
+            raise ValueError(f"chunk_size must be a whole number of at least 1, not {chunk_size!r}")
+        limit = self.settings.max_payload_bytes
+        return send.prepare_all(commands, max_bytes=limit, domain=domain, plain=self._plain_or_none)
+
+    def _send_chunk(self, domain: str, chunk: Sequence[send.Outgoing]) -> Operation[list[SentCommand]]:
+        sending = send.send_chunk(domain, chunk, self)
+        return self._unless_refused(domain, sending, (item.command_type for item in chunk))
 
     @property
     def _plain_or_none(self) -> Callable[[NewCommand], NewCommand] | None:

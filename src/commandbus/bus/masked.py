@@ -7,6 +7,7 @@ from typing import TypeVar
 
 from commandbus.bus.asynchronous import AsyncCommandBus
 from commandbus.bus.sync import CommandBus
+from commandbus.flow.commands.query_filters import CommandQuery
 from commandbus.flow.operation import Operation, Plan
 from commandbus.model.mask import Mask
 from commandbus.model.masked_records import RecordMask
@@ -21,6 +22,9 @@ class MaskedCommandBus(CommandBus):
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings=settings)
         self._record_mask = RecordMask(Mask(settings.mask))
+
+    def _check_search(self, query: CommandQuery) -> None:
+        self._record_mask.check_search(query.data)
 
     def run(self, operation: Operation[T], conn: object = None) -> T:
         """Run an operation; what it returns is masked."""
@@ -37,6 +41,9 @@ class AsyncMaskedCommandBus(AsyncCommandBus):
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings=settings)
         self._record_mask = RecordMask(Mask(settings.mask))
+
+    def _check_search(self, query: CommandQuery) -> None:
+        self._record_mask.check_search(query.data)
 
     async def run(self, operation: Operation[T], conn: object = None) -> T:
         """Run an operation; what it returns is masked."""

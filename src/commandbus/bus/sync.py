@@ -54,9 +54,9 @@ if TYPE_CHECKING:
     from commandbus.flow.commands.prune import PruneReport
     from commandbus.flow.database import report
     from commandbus.flow.database.report import DatabaseReport
-    from commandbus.flow.setup import domains, migrate
+    from commandbus.flow.setup import domains, schema_state
     from commandbus.flow.setup.domains import DomainInfo
-    from commandbus.flow.setup.migrate import SchemaState
+    from commandbus.flow.setup.schema_state import SchemaState
     from commandbus.model import process
     from commandbus.model.process import StartedProcess
     from commandbus.model.to_json import JsonDefault
@@ -66,7 +66,7 @@ else:
     find_id = lazy("commandbus.flow.commands.find_id")
     report = lazy("commandbus.flow.database.report")
     inspect = lazy("commandbus.flow.commands.inspect")
-    migrate = lazy("commandbus.flow.setup.migrate")
+    schema_state = lazy("commandbus.flow.setup.schema_state")
     operate = lazy("commandbus.flow.commands.operate")
     pause = lazy("commandbus.flow.commands.pause")
     process = lazy("commandbus.model.process")
@@ -212,7 +212,7 @@ class CommandBus(
 
     def schema_state(self) -> SchemaState:
         """What the database has and what `migrate` would add."""
-        return self.run(migrate.look())
+        return self.run(schema_state.look())
 
     def create_domain(self, domain: str) -> bool:
         """Create a domain's queue. Returns False if it existed already."""

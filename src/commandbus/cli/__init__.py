@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from commandbus.cli.installation import say_clash
+from commandbus.light_imports import light_imports
 
 __all__ = ["main"]
 
@@ -21,6 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     error."""
     gc.disable()  # until the command's module is imported (`entry.Root`): there is no garbage yet
     say_clash()
-    from commandbus.cli import entry
+    with light_imports():
+        from commandbus.cli import entry
 
     entry.main(arguments)

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import click
 
+from commandbus.bus.base import whoami
 from commandbus.cli import batch_progress as watching
 from commandbus.cli import batch_text, find_id
 from commandbus.cli.exit_codes import ExitCode
@@ -217,15 +218,18 @@ def add(session: CliSession, batch_id: str, domain: str | None, source: str) -> 
 @batch.command()
 @BATCH
 @DOMAIN
+@operator_options
 @click.pass_obj
-def close(session: CliSession, batch_id: str, domain: str | None) -> None:
+def close(
+    session: CliSession, batch_id: str, domain: str | None, operator: str | None, reason: str | None
+) -> None:
     """Close an open batch: nothing more will be added.
 
     An open batch ends only after that.
     """
     with session.bus() as bus:
         of_domain, batch_id = find_id.of_batch(bus, batch_id, domain)
-        changed = bus.close_batch(of_domain, batch_id)
+        changed = bus.close_batch(of_domain, batch_id, operator=operator or whoami(), reason=reason)
     session.answer(
         {"domain": of_domain, "batch_id": batch_id, "closed": True, "changed": changed},
         lambda: _say(f"{batch_text.name(of_domain, batch_id)} {'is' if changed else 'was already'} closed"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import UTC, datetime
 
 import click
@@ -19,6 +20,7 @@ from commandbus.cli.render import (
 from commandbus.cli.session import CliCommand, CliSession, check_known
 from commandbus.cli.show import attempts_text
 from commandbus.cli.table import columns
+from commandbus.flow.commands.query import CommandQuery
 from commandbus.model.command import CommandRecord, CommandStatus
 from commandbus.model.priority import PRIORITIES, Priority
 
@@ -44,6 +46,9 @@ STATUSES = [*(status.value for status in CommandStatus), *SHORT]
 @click.option(
     "--since", type=SINCE, metavar="TIME", help="Only sent since then: an ISO instant, or 2h for 2 h ago."
 )
+@click.option(
+    "--keep-looking", is_flag=True, help="Continue a search that has not seen all, until --limit are found."
+)
 @page_options
 @click.pass_obj
 def commands(
@@ -58,23 +63,29 @@ def commands(
     data: tuple[str, ...],
     batch_id: str | None,
     since: datetime | None,
+    keep_looking: bool,  # noqa: FBT001
     limit: int,
     cursor: str | None,
 ) -> None:
     """List commands, newest first.
 
-    A search looks at a bounded number of commands. If it has not seen all, it says how to continue.
+    A search looks at a bounded number of commands. If it has not seen all, it says how far back it has looked, and
+    how to continue. --keep-looking does that by itself; Ctrl-C stops it.
     """
     paths = dict(_path(word) for word in data)
     wanted = None if status is None else CommandStatus(SHORT.get(status, status))
     with session.bus() as bus:
         if batch_id is not None:
             domain, batch_id = find_id.of_batch(bus, batch_id, domain)
-        page = bus.query_commands(
+        query = CommandQuery(
             domain=domain, command_type=command_type, status=wanted, correlation_id=correlation_id,
             batch_id=batch_id, priority=priority, created_after=since, worker=worker, error=error,
-            data=paths or None, limit=limit, cursor=cursor,
+            data=paths or None,
         )  # fmt: skip
+        page = bus.query_commands(query, limit=limit, cursor=cursor)
+        while keep_looking and page.is_partial and len(page) < limit:
+            more = bus.query_commands(query, limit=limit - len(page), cursor=page.next_cursor)
+            page = replace(more, items=page.items + more.items)
         if not page.items:
             check_known(bus, domain)
     if session.as_json:

@@ -47,7 +47,7 @@ def _print(report: DatabaseReport) -> None:
              shortened(item.query or ""))
             for item in report.holders
         ],
-        empty="no transaction is open",
+        empty="no transaction is open" + (" that this role can see" if report.hidden_sessions else ""),
     )  # fmt: skip
     if report.hidden_sessions:
         say(

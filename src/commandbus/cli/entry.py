@@ -22,6 +22,7 @@ from commandbus.cli.render import printable_lines, say
 from commandbus.cli.session import CliGroup, CliSession
 from commandbus.cli.signals import TerminatedError, as_exceptions
 from commandbus.cli.version import release
+from commandbus.light_imports import light_imports
 
 COMPLETION = "_COMMANDBUS_COMPLETE"
 
@@ -102,7 +103,8 @@ class Root(CliGroup):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """The command of this name; its module is imported."""
         if cmd_name in COMMANDS and cmd_name not in self.commands:
-            module = importlib.import_module(f"commandbus.cli.{COMMANDS[cmd_name][0]}")
+            with light_imports(has_loop=cmd_name != "worker"):
+                module = importlib.import_module(f"commandbus.cli.{COMMANDS[cmd_name][0]}")
             gc.enable()
             for command in module.COMMANDS:
                 self.add_command(command)

@@ -3,8 +3,8 @@
 The distribution is called `commandbus-pg`. Another distribution is called `commandbus`, and belongs to somebody
 else. Both write into the same folder, so installing both gives a mixture of two packages.
 
-Everything here needs the standard library only, because it must work when our other imports fail. The command
-line calls `clash()` at its start, which looks for one name; `doctor` checks everything.
+Everything here needs the standard library and `light_imports.py` only, because it must work when our other
+imports fail. The command line calls `clash()` at its start, which looks for one name; `doctor` checks everything.
 """
 
 from __future__ import annotations
@@ -13,11 +13,16 @@ import base64
 import hashlib
 import sys
 from collections.abc import Iterator
-from importlib.metadata import Distribution, PackageNotFoundError, distribution, distributions
 from typing import TYPE_CHECKING
 
+from commandbus.lazy import lazy
+from commandbus.light_imports import may_be_installed
+
 if TYPE_CHECKING:
-    from importlib.metadata import PackagePath
+    from importlib import metadata
+    from importlib.metadata import Distribution, PackagePath
+else:
+    metadata = lazy("importlib.metadata")
 
 DISTRIBUTION = "commandbus-pg"
 PACKAGE = "commandbus"
@@ -27,11 +32,12 @@ REPAIR = f"pip uninstall {{name}} {DISTRIBUTION} && pip install {DISTRIBUTION}"
 
 def clash() -> str | None:
     """The warning if the other `commandbus` is installed beside this one; None if it is not. Fast."""
-    try:
-        other = distribution(PACKAGE)
-    except PackageNotFoundError:
+    if not may_be_installed(PACKAGE):
         return None
-    return clash_text(other)
+    try:
+        return clash_text(metadata.distribution(PACKAGE))
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def clash_text(other: Distribution) -> str:
@@ -53,7 +59,7 @@ def say_clash() -> None:
 def others() -> list[Distribution]:
     """All distributions but ours that have files in our package."""
     found = {}
-    for other in [*distributions(name=PACKAGE), *filter(_mentions_package, distributions())]:
+    for other in [*metadata.distributions(name=PACKAGE), *filter(_mentions_package, metadata.distributions())]:
         name = (other.metadata["Name"] or "").lower().replace("_", "-")
         if name != DISTRIBUTION and (name == PACKAGE or any(_is_in_package(path) for path in other.files or ())):
             found[name] = other
@@ -69,8 +75,8 @@ def _mentions_package(other: Distribution) -> bool:
 def changed_files() -> list[str]:
     """Files of our package that were overwritten, changed by hand, or deleted since they were installed."""
     try:
-        ours = distribution(DISTRIBUTION)
-    except PackageNotFoundError:
+        ours = metadata.distribution(DISTRIBUTION)
+    except metadata.PackageNotFoundError:
         return []
     return sorted(str(path) for path in ours.files or () if _is_in_package(path) and not _is_unchanged(path))
 

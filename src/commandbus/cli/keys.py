@@ -1,10 +1,10 @@
-"""`keys list|show|set|override|delete`: how many commands of one key run at once, and who waits."""
+"""`keys list|show|set|override|end-override|delete`: how many commands of one key run at once, and who waits."""
 
 from __future__ import annotations
 
 import click
 
-from commandbus.cli.parameters import DURATION
+from commandbus.cli.parameters import DURATION, operator_options
 from commandbus.cli.render import print_table, say
 from commandbus.cli.session import CliGroup, CliSession
 from commandbus.cli.table import columns
@@ -64,13 +64,30 @@ def show(session: CliSession, domain: str, name: str, key: tuple[str, ...], limi
 )
 @click.option("--ordered", is_flag=True, help="One after the other, in the order of sending.")
 @click.option("--on-failure", type=click.Choice(ON_FAILURE), help="What one in the troubleshooting queue does.")
+@operator_options
 @click.pass_obj
 def set_key_limit(
-    session: CliSession, domain: str, name: str, *, concurrency: int, ordered: bool, on_failure: OnFailure | None
+    session: CliSession,
+    domain: str,
+    name: str,
+    *,
+    concurrency: int,
+    ordered: bool,
+    on_failure: OnFailure | None,
+    operator: str | None,
+    reason: str | None,
 ) -> None:
     """Create a key limit, or change it."""
     with session.bus() as bus:
-        limit = bus.key_limits.set(domain, name, concurrency=concurrency, ordered=ordered, on_failure=on_failure)
+        limit = bus.key_limits.set(
+            domain,
+            name,
+            concurrency=concurrency,
+            ordered=ordered,
+            on_failure=on_failure,
+            operator=operator,
+            reason=reason,
+        )
     session.answer(limit, lambda: say(f"key limit {domain}/{name}: {limit.concurrency} of a key at once"))
 
 
@@ -80,11 +97,24 @@ def set_key_limit(
 @click.argument("key", required=False)
 @click.option("--concurrency", type=int, required=True, metavar="N", help="So many at once; 0 stops the key.")
 @click.option("--until", type=DURATION, required=True, metavar="TIME", help="For how long: 2h.")
+@operator_options
 @click.pass_obj
-def override(session: CliSession, domain: str, name: str, key: str | None, concurrency: int, until: float) -> None:
+def override(
+    session: CliSession,
+    domain: str,
+    name: str,
+    key: str | None,
+    *,
+    concurrency: int,
+    until: float,
+    operator: str | None,
+    reason: str | None,
+) -> None:
     """Give one KEY, or all keys, another concurrency for some time."""
     with session.bus() as bus:
-        bus.key_limits.override(domain, name, key, concurrency=concurrency, until=until)
+        bus.key_limits.override(
+            domain, name, key, concurrency=concurrency, until=until, operator=operator, reason=reason
+        )
     whose = "all keys" if key is None else f"key {key}"
     session.answer(
         {"domain": domain, "key_limit": name, "key": key, "concurrency": concurrency},
@@ -92,14 +122,35 @@ def override(session: CliSession, domain: str, name: str, key: str | None, concu
     )
 
 
+@keys.command("end-override")
+@click.argument("domain")
+@click.argument("name")
+@click.argument("key", required=False)
+@operator_options
+@click.pass_obj
+def end_override(
+    session: CliSession, domain: str, name: str, key: str | None, operator: str | None, reason: str | None
+) -> None:
+    """End the override of one KEY, or that of all keys, before its time."""
+    with session.bus() as bus:
+        ended = bus.key_limits.end_override(domain, name, key, operator=operator, reason=reason)
+    whose = "all keys" if key is None else f"key {key}"
+    done = "has no override any more" if ended else "had no override"
+    session.answer(
+        {"domain": domain, "key_limit": name, "key": key, "ended": ended},
+        lambda: say(f"{domain}/{name}, {whose}: {done}"),
+    )
+
+
 @keys.command()
 @click.argument("domain")
 @click.argument("name")
+@operator_options
 @click.pass_obj
-def delete(session: CliSession, domain: str, name: str) -> None:
+def delete(session: CliSession, domain: str, name: str, operator: str | None, reason: str | None) -> None:
     """Delete a key limit that no unfinished command uses."""
     with session.bus() as bus:
-        bus.key_limits.delete(domain, name)
+        bus.key_limits.delete(domain, name, operator=operator, reason=reason)
     session.answer({"domain": domain, "key_limit": name}, lambda: say(f"deleted key limit {domain}/{name}"))
 
 

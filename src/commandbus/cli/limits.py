@@ -20,6 +20,7 @@ from commandbus.model.durations import format_seconds, roughly
 from commandbus.model.limit import PERMIT_OPTIONS
 
 ACTIONS = 10
+_MAY_BE_NONE = ("concurrency", "rate", "call_timeout", "max_wait")
 SHOWN = 10
 HOW_TO = (
     "there are no limits. Declare one in commandbus.toml ([limits.docai] concurrency = 5), at a handler "
@@ -36,6 +37,15 @@ class _DurationsType(AnyType):
         if isinstance(value, list):
             return value
         return [DURATION.convert(part.strip(), param, ctx) for part in str(value).split(",")]
+
+
+class _NumberOrNoneType(AnyType):
+    """A whole number, or `none`."""
+
+    name = "number or none"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
+        return "none" if value == "none" else click.INT.convert(value, param, ctx)
 
 
 class _DurationOrNoneType(AnyType):
@@ -88,8 +98,8 @@ def show(session: CliSession, name: str, actions: int) -> None:
 
 @limits.command("set")
 @click.argument("name")
-@click.option("--concurrency", type=int, metavar="N", help="How many calls at once.")
-@click.option("--rate", metavar="RATE", help="How many calls may begin per time: 2/s, 120/m, 1000/h.")
+@click.option("--concurrency", type=_NumberOrNoneType(), metavar="N|none", help="How many calls at once.")
+@click.option("--rate", metavar="RATE|none", help="How many calls may begin per time: 2/s, 120/m, 1000/h.")
 @click.option("--burst", type=int, metavar="N", help="How many calls may begin at the same moment.")
 @click.option("--lease", type=DURATION, metavar="120s", help="How long a permit is kept for a silent holder.")
 @click.option("--call-timeout", type=_DurationOrNoneType(), metavar="60s|none",
@@ -102,7 +112,8 @@ def show(session: CliSession, name: str, actions: int) -> None:
     "--breaker-failures", type=int, metavar="N", help="Bad answers in a row that open the breaker; 0: never."
 )
 @click.option("--breaker-reset", type=DURATION, metavar="60s", help="How long the breaker stays open.")
-@click.option("--store", type=click.Choice(["postgres", "redis"]), help="The permit store of a new limit.")
+@click.option("--store", type=click.Choice(["postgres", "redis"]), help="The permit store, while nobody uses it.")
+@click.option("--environment", metavar="NAME", help="The environment, while nobody uses it.")
 @click.option("--shared/--not-shared", default=None,
               help="Do stand-alone semaphores use its permits in Redis, too?")  # fmt: skip
 @operator_options
@@ -116,7 +127,7 @@ def set_limit(session: CliSession, /, name: str, operator: str | None, reason: s
     given = {key: value for key, value in options.items() if value is not None}
     if not given:
         raise click.UsageError("no change is given; give --concurrency 5, --rate 120/m, …")
-    given |= {key: None for key in ("call_timeout", "max_wait") if given.get(key) == "none"}
+    given |= {key: None for key in _MAY_BE_NONE if given.get(key) == "none"}
     with session.bus() as bus:
         try:
             info = bus.set_limit(name, operator=operator, reason=reason, **given)

@@ -12,7 +12,7 @@ from commandbus.cli.parameters import DURATION
 from commandbus.cli.render import print_json, say
 from commandbus.cli.session import CliCommand, CliSession
 from commandbus.flow.setup import migrate as migrate_flow
-from commandbus.flow.setup.migrate import SchemaState
+from commandbus.flow.setup.schema_state import SchemaState
 from commandbus.model.counting import counted
 from commandbus.model.timeouts import MIGRATION_WAIT_SECONDS
 

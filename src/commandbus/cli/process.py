@@ -186,7 +186,7 @@ def list_processes(
     with session.bus() as bus:
         if batch_id is not None and unescaped(batch_id) != batch_id:
             domain, batch_id = find_id.of_batch(bus, batch_id, domain)
-        page = bus.query_processes(
+        page = bus.processes.summaries(
             domain=domain, process_type=process_type, status=status, batch_id=batch_id, limit=limit,
             cursor=cursor,
         )  # fmt: skip

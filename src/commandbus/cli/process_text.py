@@ -18,18 +18,25 @@ from commandbus.cli.render import (
     shortened,
 )
 from commandbus.cli.table import columns
-from commandbus.model.process import ProcessRecord, ProcessStatus, SignalRecord, StepRecord, StepStatus
+from commandbus.model.process import (
+    ProcessRecord,
+    ProcessStatus,
+    ProcessSummary,
+    SignalRecord,
+    StepRecord,
+    StepStatus,
+)
 from commandbus.model.process_graph import would_undo
 
 
-def note(item: ProcessRecord) -> str | None:
+def note(item: ProcessRecord | ProcessSummary) -> str | None:
     """What it waits for, or why it ended as it did."""
     if not item.status.is_final:
         return item.waits_for
     return None if item.status is ProcessStatus.COMPLETED else _why(item)
 
 
-def _why(item: ProcessRecord) -> str | None:
+def _why(item: ProcessRecord | ProcessSummary) -> str | None:
     return _error(item.failure) or (None if item.cancel is None else _request(item.cancel))
 
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from commandbus.cli.render import print_json, say
+from commandbus.cli.render import moment, print_json, say
 from commandbus.errors import UnknownDomainError
 
 if TYPE_CHECKING:
@@ -97,8 +97,9 @@ class CliSession:
         """Print how to get the next page, if there is one; with --json or `is_error` on stderr."""
         is_error = is_error or self.as_json
         if page.is_partial:
+            reached = "" if page.reached_at is None else f", back to {moment(page.reached_at)}"
             say(
-                f"this is not all: the search has looked at as many as it may at once; "
+                f"this is not all: the search has looked at as many as it may at once{reached}; "
                 f"to continue, add --cursor {shlex.quote(page.next_cursor or '')}",
                 is_error=is_error,
             )

@@ -168,6 +168,7 @@ def _print_record(record: CommandRecord, part: PartOfProcess | None, checkpoint:
             "expires": record.expires_at,
             "when used up": record.on_exhausted,
             "key": None if record.key_limit is None else f"{record.key} of {record.key_limit}",
+            "unique key": None if record.unique is None else f"{record.unique.key} ({record.unique.text})",
             "priority": None if record.priority == "normal" else record.priority,
             "attempts": attempts_text(record, most=record.max_attempts),
             "snoozed": counted(record.snoozes, "time") if record.snoozes else None,

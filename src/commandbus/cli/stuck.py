@@ -23,6 +23,7 @@ from commandbus.model.outcome import Verdict
     "--since", type=SINCE, metavar="TIME", help="Only stopped since: an ISO instant, or a duration such as 2h."
 )
 @click.option("--all", "everything", is_flag=True, help="Also list attempts that were not to blame.")
+@click.option("--by-frame", is_flag=True, help="Group them by where in your code they hung.")
 @page_options
 @click.option("--autopsy", "with_autopsy", is_flag=True, help="Also show the autopsy of each.")
 @click.pass_obj
@@ -32,6 +33,7 @@ def stuck(
     command_type: str | None,
     since: datetime | None,
     everything: bool,  # noqa: FBT001
+    by_frame: bool,  # noqa: FBT001
     limit: int,
     cursor: str | None,
     with_autopsy: bool,  # noqa: FBT001
@@ -46,6 +48,9 @@ def stuck(
     stopped when they were asked to: cancel (by an operator), shutdown (of the worker), lease (it was lost, or the
     database was unreachable).
     """
+    if by_frame:
+        _list_groups(session, domain, command_type, since, limit)
+        return
     with session.bus() as bus:
         page = bus.run(
             list_stuck(domain, command_type, since=since, limit=limit, cursor=cursor, everything=everything)
@@ -57,6 +62,27 @@ def stuck(
         lambda: _print(page.items, with_autopsy=with_autopsy),
     )
     session.say_more(page)
+
+
+def _list_groups(
+    session: CliSession, domain: str | None, command_type: str | None, since: datetime | None, limit: int
+) -> None:
+    with session.bus() as bus:
+        found = bus.list_stuck_groups(domain, command_type, since=since, limit=limit)
+        if not found.items:
+            check_known(bus, domain)
+    session.answer(
+        found.items,
+        lambda: print_table(
+            columns("domain type :attempts last first? =last_command stopped_by ~where"),
+            [(item.domain, item.command_type, item.count, item.last_at, item.first_at, item.command_id,
+              ", ".join(f"{rung}: {count}" for rung, count in item.rungs.items()), item.own_frame or "nobody saw")
+             for item in found],
+            empty="no attempt had to be stopped",
+        ),
+    )  # fmt: skip
+    if found.is_partial:
+        say("this is not all: these are among the newest 5,000 attempts that had to be stopped", is_error=True)
 
 
 def _document(item: StuckAttempt, *, with_autopsy: bool) -> dict[str, Any]:

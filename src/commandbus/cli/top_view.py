@@ -56,14 +56,16 @@ class TopView:
 
 def look(bus: CommandBus) -> Fleet:
     """One look at everything. Workers publish their slots from now on, for some seconds."""
+    in_tsq = TroubleshootingQueue(bus).count_by_type()
     return Fleet(
         bus.status().items,
         bus.workers().items,
         bus.limits().items,
         bus.breakers().items,
-        TroubleshootingQueue(bus).count_by_type(),
+        in_tsq,
         bus.watch_slots().items,
         bus.last_hour().items,
+        bus.list_failures(in_troubleshooting=True).items if in_tsq else [],
     )
 
 

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError, version
-
 from commandbus.cli.installation import DISTRIBUTION
+from commandbus.light_imports import version_of
 
 
 def release() -> str:
     """The installed version; `unknown` in a source tree that was never installed."""
-    try:
-        return version(DISTRIBUTION)
-    except PackageNotFoundError:
-        return "unknown"
+    return version_of(DISTRIBUTION) or "unknown"

@@ -20,6 +20,7 @@ from commandbus.errors import ConfigurationError
 from commandbus.logger import safe_logger
 from commandbus.settings import Settings
 from commandbus.supervisor.supervisor import supervise
+from commandbus.worker.isolation.child_setup import collect_garbage, spare_memory
 from commandbus.worker.logs import set_up_logging
 
 logger = safe_logger("commandbus.worker")
@@ -70,6 +71,8 @@ def worker(
     _check_reference(settings.handlers)
     if not settings.wait_for_database:
         _check_reachable(settings)
+    collect_garbage()
+    spare_memory()
     report = supervise(settings, reload=load)
     if session.as_json:
         print_json(report)

@@ -7,6 +7,10 @@ that starts, too many connections, a host that does not answer) they wait up to 
 reason then.
 
 A pool tries to connect only while somebody waits. So the next caller finds out at once that the server is back.
+
+A caller gets the connection that was used last. psycopg's pools give the one that was idle longest, so a lone
+sender would use all connections in turn, and what each server process has in its caches would be old: a send took
+75 µs more of the server's CPU with eight connections than with one.
 """
 
 from __future__ import annotations
@@ -73,6 +77,10 @@ class BusPool(ConnectionPool[OwnConnection]):
         """Does anybody wait? psycopg keeps those who have given up in its list."""
         return any(each.conn is None and each.error is None for each in list(self._waiting))
 
+    def _get_ready_connection(self, timeout: float | None) -> OwnConnection | None:
+        self._pool.rotate()  # the one that was used last
+        return super()._get_ready_connection(timeout)
+
     def take(self, seconds: float | None = None) -> OwnConnection:
         """A connection; DatabaseUnavailableError says why there is none."""
         try:
@@ -128,6 +136,10 @@ class AsyncBusPool(AsyncConnectionPool[OwnAsyncConnection]):
     def is_wanted(self) -> bool:
         """Does anybody wait?"""
         return any(each.conn is None and each.error is None for each in list(self._waiting))
+
+    async def _get_ready_connection(self, timeout: float | None) -> OwnAsyncConnection | None:
+        self._pool.rotate()
+        return await super()._get_ready_connection(timeout)
 
     async def take(self, seconds: float | None = None) -> OwnAsyncConnection:
         """A connection; DatabaseUnavailableError says why there is none."""

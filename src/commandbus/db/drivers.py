@@ -27,6 +27,7 @@ from psycopg.rows import tuple_row
 
 from commandbus.clock import monotonic
 from commandbus.db.descriptors import file_behind
+from commandbus.db.quick_statements import QuickStatements
 from commandbus.db.transient_errors import PassingError
 
 IDLE = TransactionStatus.IDLE
@@ -85,6 +86,7 @@ class OwnConnection(Connection[tuple[Any, ...]]):
     planned_at: float = 0.0
     goes_by_keys: bool = False
     is_unreplicated: bool = False
+    quick: QuickStatements | None = None  # in the pool of a bus, if the server keeps prepared statements
     begins: bool | None = False
     """Does a lone statement need a transaction around it, because the server's default is not READ COMMITTED?
     None: nobody has asked the server."""
@@ -138,6 +140,7 @@ class OwnAsyncConnection(AsyncConnection[tuple[Any, ...]]):
     planned_at: float = 0.0
     goes_by_keys: bool = False
     is_unreplicated: bool = False
+    quick: QuickStatements | None = None  # in the pool of a bus, if the server keeps prepared statements
     begins: bool | None = False
     """Does a lone statement need a transaction around it, because the server's default is not READ COMMITTED?
     None: nobody has asked the server."""
@@ -208,8 +211,12 @@ def _run(conn: AnyConnection, steps: Generator[Any, list[tuple[Any, ...]], T]) -
             try:
                 if own is not None and must_plan_anew(own, statement):
                     cursor.execute(DROP_PLANS, prepare=False)
-                cursor.execute(statement.sql, statement.params)
-                rows = cursor.fetchall() if has_rows(cursor.pgresult) else []
+                if own is not None and (quick := quick_steps(own, statement)) is not None:
+                    with own.lock:
+                        rows = own.wait(quick)
+                else:
+                    cursor.execute(statement.sql, statement.params)
+                    rows = cursor.fetchall() if has_rows(cursor.pgresult) else []
             except psycopg.Error as error:
                 statement = steps.throw(error)
             else:
@@ -254,8 +261,12 @@ async def _run_async(conn: AnyAsyncConnection, steps: Generator[Any, list[tuple[
             try:
                 if own is not None and must_plan_anew(own, statement):
                     await cursor.execute(DROP_PLANS, prepare=False)
-                await cursor.execute(statement.sql, statement.params)
-                rows = await cursor.fetchall() if has_rows(cursor.pgresult) else []
+                if own is not None and (quick := quick_steps(own, statement)) is not None:
+                    async with own.lock:
+                        rows = await own.wait(quick)
+                else:
+                    await cursor.execute(statement.sql, statement.params)
+                    rows = await cursor.fetchall() if has_rows(cursor.pgresult) else []
             except psycopg.Error as error:
                 statement = steps.throw(error)
             else:
@@ -264,6 +275,13 @@ async def _run_async(conn: AnyAsyncConnection, steps: Generator[Any, list[tuple[
         if own is not None and is_small(cursor.pgresult):
             own.spare = cursor
         return cast(T, stop.value)
+
+
+def quick_steps(
+    conn: OwnConnection | OwnAsyncConnection, statement: Any
+) -> PQGen[list[tuple[bytes | None, ...]]] | None:
+    """What runs a statement without a cursor; None if it needs one."""
+    return conn.quick.steps(statement) if statement.quick and conn.quick is not None else None
 
 
 def must_plan_anew(conn: OwnConnection | OwnAsyncConnection, statement: Any) -> bool:

@@ -13,13 +13,13 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable, Generator
-from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
 from typing import Any
 
 from psycopg import errors as pg
 
 from commandbus.errors import SchemaError
+from commandbus.light_imports import version_of
 
 OLDEST = (1, 5)
 PACKAGE = "pgmq==1.1.4"
@@ -47,10 +47,7 @@ def packaged_sql() -> str:
 
 
 def _installed() -> str:
-    try:
-        return version("pgmq")
-    except PackageNotFoundError:
-        return "(of an unknown version)"
+    return version_of("pgmq") or "(of an unknown version)"
 
 
 def install(statement: Callable[..., Any]) -> Generator[Any, list[tuple[Any, ...]], tuple[str, str]]:

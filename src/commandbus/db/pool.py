@@ -35,6 +35,7 @@ from commandbus.db.drivers import (
     OwnConnection,
     ServiceConnection,
 )
+from commandbus.db.quick_statements import QuickStatements
 from commandbus.errors import ConfigurationError
 from commandbus.logger import OneLine
 from commandbus.model.reconnect_backoff import Backoff
@@ -188,12 +189,20 @@ def _configure(conn: OwnConnection) -> None:
     question = PendingAnswer("a pool's new connection", cancel_after=ANSWER_SECONDS, cut_after=ANSWER_SECONDS)
     with question.asked(conn):
         ask_default_level(conn)
+    _make_quick(conn)
 
 
 async def _configure_async(conn: OwnAsyncConnection) -> None:
     await conn.set_isolation_level(IsolationLevel.READ_COMMITTED)
     cursor = await asyncio.wait_for(conn.execute(_SHOW_LEVEL, prepare=False), ANSWER_SECONDS)
     conn.begins = await cursor.fetchone() != _READ_COMMITTED
+    _make_quick(conn)
+
+
+def _make_quick(conn: OwnConnection | OwnAsyncConnection) -> None:
+    """Nobody but us runs statements on the connections of a bus's pool."""
+    if conn.prepare_threshold is not None:
+        conn.quick = QuickStatements(conn)
 
 
 def check_open(conn: AnyConnection | AnyAsyncConnection) -> None:

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
 
 from commandbus.errors import ConfigurationError
-from commandbus.limits.client import LimitClient
-from commandbus.limits.stores.choose import ExternalStore
 from commandbus.model.limit import Limit
 from commandbus.settings import Settings
+
+if TYPE_CHECKING:
+    from commandbus.limits.client import LimitClient
+    from commandbus.limits.stores.choose import ExternalStore
 
 
 def make_limit_client(
     settings: Settings, owner: str, *, on_error: Callable[[BaseException], None] | None = None
 ) -> LimitClient:
     """Makes a limit client. If Redis is configured, it can keep the permits of limits there."""
+    from commandbus.limits.client import LimitClient  # most programs have no limits
+
     external = None
     if settings.redis_url is not None:
 

@@ -21,7 +21,6 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from datetime import UTC
-from email.utils import parsedate_to_datetime
 from typing import Final, Literal, TypeVar, cast
 from urllib.parse import urlsplit
 
@@ -315,6 +314,8 @@ def _text(value: object) -> str:
 
 def _moment(text: str) -> float | None:
     """Seconds since the epoch of an HTTP date, in any of its three forms; they are all in GMT."""
+    from email.utils import parsedate_to_datetime  # a megabyte, which most workers never need
+
     try:
         found = parsedate_to_datetime(text)
         return (found if found.tzinfo else found.replace(tzinfo=UTC)).timestamp()

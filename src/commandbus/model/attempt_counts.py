@@ -18,10 +18,10 @@ BUCKETS: Final = len(BOUNDS) + 1
 COMPLETED: Final = 0
 OUTCOMES: Final = (
     "completed",
-    *(verdict.value.lower() for verdict in Verdict if verdict not in (Verdict.LOST, Verdict.NOTE)),
+    *(verdict.value.lower() for verdict in Verdict if verdict is not Verdict.NOTE),
 )
 """How an attempt can end: the names of the label `outcome`, in the order of `TypeCounts.outcomes`. A lost attempt
-is found and written by the claim of another worker, and counted nowhere."""
+counts where it is found and recorded: in the worker that claims its command next, or with the coroner."""
 OUTCOME_INDEX: Final = {verdict: OUTCOMES.index(verdict.value.lower()) for verdict in Verdict
                         if verdict.value.lower() in OUTCOMES}  # fmt: skip
 MOST_TYPES: Final = 200

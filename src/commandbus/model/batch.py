@@ -24,9 +24,9 @@ from commandbus.model.command import CancelRequest
 from commandbus.model.durations import Duration
 from commandbus.model.handle import Handle
 from commandbus.model.json_values import Json, JsonValue
+from commandbus.model.names import ADDRESSES
 from commandbus.quick_dataclass import dataclass
 
-ADDRESSES = "__commandbus_addresses__"  # attribute of a registered handler: the (domain, command_type)s it is for
 RATE_WINDOW_SECONDS = 10.0  # as in commandbus.moving_rate
 QUIET_SECONDS = 20.0
 QUIET_GAPS = 3

@@ -29,7 +29,7 @@ from commandbus.model.json_values import Json, JsonValue
 from commandbus.model.payload import loads_or_none
 from commandbus.model.priority import Priority
 from commandbus.model.retry import OnExhausted
-from commandbus.model.unique_key import OnConflict
+from commandbus.model.unique_key import OnConflict, UniqueKey
 from commandbus.quick_dataclass import dataclass
 
 
@@ -223,7 +223,7 @@ class CommandRecord:
 
     `expires_at`: it does not start after that. `on_exhausted` is its own, if its sender or its batch gave one.
     `snoozes`: how often it was snoozed since it was sent, or since an operator's retry. `key` is its key of the
-    key limit `key_limit`, if it has one.
+    key limit `key_limit`, if it has one. `unique` is the key with which it was sent, if it has one.
     """
 
     id: int
@@ -264,6 +264,7 @@ class CommandRecord:
     priority: Priority = "normal"
     key_limit: str | None = None
     key: str | None = None
+    unique: UniqueKey | None = None
 
     @property
     def apart_text(self) -> str | None:

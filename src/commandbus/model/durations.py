@@ -33,6 +33,7 @@ _WITH_UNITS = re.compile(
 )
 _UNIT_SECONDS: Final = (86_400.0, 3_600.0, 60.0, 1.0, 0.001)
 _LONGEST_TEXT: Final = 64
+_CLOCK: Final = re.compile(r"until \d\d:\d\d:\d\d \(in about ([^()]+)\)")
 
 
 def parse_seconds(value: Duration, *, name: str, error: type[ValueError] = ValueError) -> float:
@@ -61,6 +62,11 @@ def format_seconds(seconds: float) -> str:
     parts = ((days, "d"), (hours, "h"), (minutes, "m"))
     text = "".join(f"{count}{unit}" for count, unit in parts if count)
     return text + f"{_plain(rest_ms / 1000)}s" if rest_ms else text
+
+
+def without_clock(text: str) -> str:
+    """A sentence for somebody in another time zone: "until 12:03:07 (in about 14 s)" is "for about 14 s"."""
+    return _CLOCK.sub(r"for about \1", text)
 
 
 def roughly(seconds: float) -> str:

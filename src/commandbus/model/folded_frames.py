@@ -26,7 +26,7 @@ def folded(text: str, own_file: str | None = None) -> list[Part]:
     application's file in which it failed; it is open, wherever it is."""
     marked: list[tuple[bool, bool, str]] = []
     is_library = False
-    for line in text.splitlines():
+    for line in text.rstrip("\n").split("\n"):  # not at the other characters that end a line for `splitlines`
         found = _FRAME.match(line)
         if found is not None:
             is_own = own_file is not None and found[1].endswith(f"/{own_file}")

@@ -79,6 +79,17 @@ class KeyLine(NamedTuple):
         return f"{name}: {self.released} of {self.concurrency}, {waiting}{next_text(self.next_seconds)}"
 
 
+class KeyOverride(NamedTuple):
+    """Another concurrency of one key, until a moment. The key None stands for all keys that have none of their
+    own."""
+
+    domain: str
+    key_limit: str
+    key: str | None
+    concurrency: int
+    ends_at: datetime
+
+
 def next_text(seconds: float | None) -> str:
     """The end of a sentence: when the next command of a key begins."""
     if seconds is None:

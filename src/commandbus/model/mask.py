@@ -53,6 +53,25 @@ class Mask:
         """A field that is shown, without what is hidden in it."""
         return self._walk(value, self._at(root), None)
 
+    def hides(self, root: str, path: Sequence[str]) -> bool:
+        """Whether what is at this path, such as `["cards", "0", "number"]`, is hidden."""
+        active = self._at(root)
+        for part in path:
+            if any(not rule for rule in active):
+                return True
+            active = self._below(active, part) + (self._inside(active) if part.isdigit() else [])
+        return any(not rule for rule in active)
+
+    def check_search(self, root: str, wanted: Mapping[str, str]) -> None:
+        """A search for hidden values would tell them to anybody who guesses: it is refused."""
+        for path, value in wanted.items() if self.rules else ():
+            if self.hides(root, path.split(".")):
+                raise InvalidCommandError(f"{root}.{path} is masked: nobody can search for what it is")
+            if value.lstrip().startswith(("{", "[")):
+                raise InvalidCommandError(
+                    f"{root}.{path}: with masking rules, search for single values, not for objects or lists"
+                )
+
     def secrets(self, fields: Mapping[str, Any]) -> frozenset[str]:
         """The texts that are hidden in these fields, in all forms in which an error may quote them."""
         found: set[str] = set()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
+from collections.abc import Mapping
 from typing import Any, Final
 
 from commandbus.model.mask import Mask
@@ -27,6 +28,11 @@ class RecordMask:
     def __init__(self, mask: Mask) -> None:
         self._mask = mask
         self._seen: deque[str] = deque(maxlen=_REMEMBERED)
+
+    def check_search(self, data: object) -> None:
+        """Raises InvalidCommandError if a search for commands by their data would find out what is hidden."""
+        if isinstance(data, Mapping):
+            self._mask.check_search("data", {str(path): str(value) for path, value in data.items()})
 
     def show(self, value: Any) -> Any:
         """The same record, page or list without what is hidden."""

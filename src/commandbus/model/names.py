@@ -16,6 +16,8 @@ MAX_DOMAIN_LENGTH = 37
 MAX_QUEUE_LENGTH = 47
 MAX_TYPE_LENGTH = 200
 MAX_ID_LENGTH = 255
+ADDRESSES = "__commandbus_addresses__"
+"""The attribute of a registered handler that lists the (domain, command_type)s it is for."""
 
 _DOMAIN = re.compile(r"[a-z][a-z0-9_]{0,36}\Z")
 _QUEUE = re.compile(r"[a-z][a-z0-9_]{0,46}\Z")

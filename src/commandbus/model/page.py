@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from datetime import datetime
 from typing import Generic, TypeVar
 
 from commandbus.errors import InvalidCommandError
@@ -19,11 +20,13 @@ class Page(Generic[T]):
 
     A method without `limit` and `cursor` returns everything in one page. If a page `is_partial`, the search has
     looked at as many rows as one call may, and has not reached the end: even an empty page may have a next one.
+    `reached_at` is how far back it has looked, if that is known.
     """
 
     items: list[T]
     next_cursor: str | None = None
     is_partial: bool = False
+    reached_at: datetime | None = None
 
     @property
     def has_more(self) -> bool:

@@ -65,14 +65,15 @@ class PlanFilter:
 
 @dataclass(frozen=True, slots=True)
 class PlannedCommand:
-    """One command of a plan. `state`: WAITING, MOVED (the plan did it), or SKIPPED (the command had left the
-    troubleshooting queue). The error is that of a command that still needs a person."""
+    """One command of a plan. `state`: WAITING, MOVED (the plan did it), SKIPPED (the command had left the
+    troubleshooting queue), or LOCKED (another session had locked it: the plan comes back to it). The error is that
+    of a command that still needs a person."""
 
     id: int
     command_id: str | None
     command_type: str | None
     entered_at: datetime
-    state: Literal["WAITING", "MOVED", "SKIPPED"]
+    state: Literal["WAITING", "MOVED", "SKIPPED", "LOCKED"]
     error_type: str | None
     error_code: str | None
     error: str | None
@@ -81,7 +82,8 @@ class PlannedCommand:
 @dataclass(frozen=True, slots=True)
 class PlanRecord:
     """A plan at the moment of asking. `groups` has the twenty largest groups of its commands. `over_seconds` is
-    over how long it is spread; 0: as fast as the workers can. `note` says why it stopped."""
+    over how long it is spread; 0: as fast as the workers can. `locked` counts those whose turn has come, but that
+    another session had locked then. `note` says why it stopped."""
 
     id: int
     domain: str
@@ -93,6 +95,7 @@ class PlanRecord:
     total: int
     moved: int
     skipped: int
+    locked: int
     groups: list[PlanGroup]
     previewed_by: str
     reason: str | None
@@ -124,7 +127,14 @@ class PlanRecord:
         done = f"{self.moved} of {self.total} {_DONE[self.action]}"
         if self.skipped:
             done += f", {self.skipped} skipped because somebody else had moved them"
-        return f"{done}, {self.left} left"
+        return f"{done}, {self.left} left{self._locked_text}"
+
+    @property
+    def _locked_text(self) -> str:
+        if not self.locked:
+            return ""
+        follow = "it follows" if self.locked == 1 else "they follow"
+        return f" (another session has locked {self.locked} of them: {follow})"
 
     @property
     def _subject(self) -> str:

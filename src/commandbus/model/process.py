@@ -192,7 +192,9 @@ class ProcessRecord:
     `waits_for` says in words what it waits for. `failure` says why it compensates or ended (`type`, `code`,
     `message`, `step`). `troubles` are its commands in the troubleshooting queue. `parent` names the process that
     it is nested in, and the number of the step there (`domain`, `process_id`, `step`). Only `get_process` fills
-    `steps`, `signals` and `strays` (replies that moved nothing, with the reason).
+    `steps`, `signals` and `strays` (replies that moved nothing, with the reason). `left_out` is for
+    `bus.processes.view`: how many bytes `data` and `state` have if they are too long, and how many of the first
+    steps are not there.
     """
 
     id: int
@@ -220,3 +222,29 @@ class ProcessRecord:
     strays: list[StrayReply] = field(default_factory=list)
     signals: list[SignalRecord] = field(default_factory=list)
     parent: Mapping[str, Json] | None = None
+    left_out: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessSummary:
+    """A process in a list, without what it carries: no data, no state, no trail. `waits_for` names its first
+    troubles and steps only. `failure` is None if it is longer than 4,000 bytes."""
+
+    id: int
+    domain: str
+    process_id: str
+    process_type: str
+    status: ProcessStatus
+    is_compensating: bool
+    created_at: datetime
+    started_at: datetime | None
+    updated_at: datetime
+    finished_at: datetime | None
+    deadline_at: datetime | None
+    batch_id: str | None
+    correlation_id: str | None
+    failure: Mapping[str, Json] | None
+    cancel: Mapping[str, Json] | None
+    in_tsq: int
+    waits_for: str | None
+    parent: Mapping[str, Json] | None

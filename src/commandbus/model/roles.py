@@ -50,7 +50,7 @@ _SENDING = (
     "compare_batch(text, text, text)",
     "send_to_batch(text, bigint, json, boolean, boolean)",
     "fill_batch(bigint, bigint, text)",
-    "close_batch(text, bigint)",
+    "close_batch(text, bigint, text, text)",
     "start_processes(text, text, bigint, json, boolean)",
     "compare_processes(text, text, bigint, json)",
     "signal_process(text, text, text, json)",

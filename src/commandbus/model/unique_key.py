@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias, get_arg
 
 from commandbus.errors import InvalidCommandError
 from commandbus.model import names
-from commandbus.model.durations import Duration, parse_seconds
+from commandbus.model.durations import Duration, format_seconds, parse_seconds
+from commandbus.quick_dataclass import dataclass
 
 if TYPE_CHECKING:
     from commandbus.model.command import NewCommand
@@ -21,6 +22,7 @@ ON_CONFLICT: Final[tuple[str, ...]] = get_args(OnConflict)
 DEFAULT_WINDOWS: Final = 10
 """Without `max_delay`, a debounced command runs no later than after so many windows."""
 
+_OTHER: Final = {"ignore": "is ignored", "replace": "replaces it", "raise": "is an error"}
 _OPTIONS: Final = ("unique", "unique_while", "on_conflict", "debounce", "max_delay")
 
 
@@ -32,6 +34,38 @@ class UniqueRule(NamedTuple):
     window_seconds: float | None
     on_conflict: OnConflict
     max_delay_seconds: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class UniqueKey:
+    """The key (`unique`) of a command, and what the last send with it said: while what the command has the key
+    (`held_while`; `window_seconds` for a time), and what happens to another one then. A debounced command is
+    replaced by each send within `debounce_seconds`, and runs at most `max_delay_seconds` after the first one.
+
+    `has_key`: the next send with the key looks at this command. If not, another one has taken the key over, or
+    pruning has removed it."""
+
+    key: str
+    held_while: Literal["waiting", "unfinished", "window"]
+    on_conflict: OnConflict
+    window_seconds: float | None = None
+    debounce_seconds: float | None = None
+    max_delay_seconds: float | None = None
+    has_key: bool = True
+
+    @property
+    def text(self) -> str:
+        """The rule as a phrase."""
+        if self.debounce_seconds is not None:
+            latest = format_seconds(self.max_delay_seconds or 0.0)
+            rule = f"debounced for {format_seconds(self.debounce_seconds)}, at most {latest}"
+        else:
+            times = {"waiting": "while it waits", "unfinished": "until it has ended"}
+            held = (
+                times.get(self.held_while) or f"for {format_seconds(self.window_seconds or 0.0)} after it was sent"
+            )
+            rule = f"unique {held}; another one {_OTHER[self.on_conflict]}"
+        return rule if self.has_key else f"{rule}; it does not have the key any more"
 
 
 def split(new: NewCommand) -> tuple[NewCommand, UniqueRule | None]:

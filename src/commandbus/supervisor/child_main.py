@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 
 if __name__ == "__main__":
-    gc.disable()  # until `main`: nothing of what is imported here ever becomes garbage
+    gc.disable()  # until `main`: hardly anything of what is imported here becomes garbage
 
 import contextlib
 import json
@@ -24,7 +24,13 @@ import threading
 from dataclasses import asdict
 from typing import Any, Final, NoReturn
 
-import psycopg
+from commandbus.light_imports import light_imports
+
+with light_imports():
+    import psycopg
+    import psycopg_pool  # noqa: F401 - it asks for its version, too
+
+    gc.collect()  # what they have left makes room for our modules
 
 from commandbus.db.descriptors import file_behind
 from commandbus.errors import (
@@ -36,15 +42,15 @@ from commandbus.errors import (
 )
 from commandbus.logger import safe_logger
 from commandbus.supervisor import start_message
-from commandbus.supervisor.start_message import StartMessage
-from commandbus.supervisor.worker_messages import LONGEST_TEXT
+from commandbus.supervisor.start_message import LONGEST_TEXT, StartMessage
 from commandbus.worker.board import Board
 from commandbus.worker.counts_page import CountsPage
-from commandbus.worker.isolation.child_setup import collect_garbage, die_with, write_stacks_to
+from commandbus.worker.isolation.child_setup import collect_garbage, die_with, spare_memory, write_stacks_to
 from commandbus.worker.load_handlers import load_registry
 from commandbus.worker.logs import set_up_logging
+from commandbus.worker.stop_report import StopReport
 from commandbus.worker.worker import Worker
-from commandbus.worker.worker_options import StopReport, Supervision
+from commandbus.worker.worker_options import Supervision
 
 logger = safe_logger("commandbus.worker")
 
@@ -133,6 +139,7 @@ def _obey(worker: Worker, order: dict[str, Any]) -> None:
 def main() -> NoReturn:
     """Read the start message, work, and exit."""
     collect_garbage()
+    spare_memory()
     told = start_message.read(int(sys.argv[1]))
     die_with(told.parent)
     write_stacks_to(told.crash)

@@ -355,11 +355,19 @@ class Coroner(DatabaseService):
         )
         if odd := [held.row for held in found if held.row.id is None or held.row.before is not None]:
             limit = case.settings.max_payload_bytes
+            lost: list[str] = []
             right, _ = self._connection.run(
                 put_right(
-                    domain=domain, worker=case.worker, odd=odd, max_bytes=limit, running_in=running_file.read
+                    domain=domain,
+                    worker=case.worker,
+                    odd=odd,
+                    max_bytes=limit,
+                    running_in=running_file.read,
+                    lost_types=lost,
                 )
             )
+            for command_type in lost:
+                self.counts = self.counts.with_one(domain, command_type, Verdict.LOST)
             marked = {row.msg_id: row for row in right}
             found = [held._replace(row=marked.get(held.row.msg_id, held.row)) for held in found]
         return [held for held in found if held.row.id is not None]

@@ -19,7 +19,7 @@ from commandbus.supervisor.systemd import SERVICE_VARIABLES
 from commandbus.supervisor.worker_process import LONGEST_DUMP, WorkerProcess
 from commandbus.worker.board import Board, sealed_memory
 from commandbus.worker.counts_page import CountsPage
-from commandbus.worker.worker_options import ROUTER_SLOTS
+from commandbus.worker.stop_report import ROUTER_SLOTS
 
 CHILD = "commandbus.supervisor.child_main"
 

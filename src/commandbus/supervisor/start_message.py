@@ -9,13 +9,13 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from commandbus.quick_dataclass import dataclass
 from commandbus.settings import Settings
 
-"""The signal on which a worker process writes the stacks of all its threads into its crash file, even if
-frozen."""
+LONGEST_TEXT: Final = 10_000
+"""How long a text may be that a worker process tells its supervisor."""
 
 
 @dataclass(frozen=True, slots=True)

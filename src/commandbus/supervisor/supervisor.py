@@ -51,8 +51,13 @@ from commandbus.supervisor.worker_processes import WorkerProcesses
 logger = safe_logger("commandbus.supervisor")
 
 TICK_SECONDS: Final = 0.2
+QUIET_TICK_SECONDS: Final = 0.5
+"""How often it looks while all workers are idle and show that they live."""
+SHORT_HEARTBEAT: Final = 2.0
+"""With a heartbeat_timeout below this it always looks often."""
 LOOK_SECONDS: Final = 0.02
-BLIND_SECONDS: Final = 1.0
+BLIND_SECONDS: Final = 0.8
+"""A turn that comes so much too late means that this process was suspended."""
 CORONER_SECONDS: Final = 2.0
 STOP_RESERVE: Final = 2.0
 EMBEDDED_RESERVE: Final = 2.0
@@ -125,6 +130,7 @@ class Supervisor:
         self._watchdog_at = 0.0
         self._claimed = 0
         self._claimed_at = time.monotonic()
+        self._tick = TICK_SECONDS
         self._view = View(time.monotonic(), STARTING)
 
     def run(self) -> SupervisorReport:
@@ -156,7 +162,7 @@ class Supervisor:
         turned_at = self._view.at
         self._wait()
         now = time.monotonic()
-        if now - turned_at > BLIND_SECONDS:
+        if now - turned_at > self._tick + BLIND_SECONDS:
             self._blind_until = now  # this process was suspended, which is not the workers' fault
         for number in self._signals.take():
             self._obey(number, now)
@@ -178,10 +184,22 @@ class Supervisor:
             for worker in self._worker_processes.workers
             if worker.condemned is not None
         ]
-        for key, _ in self._selector.select(max(0.0, min([now + TICK_SECONDS, *due]) - now)):
+        self._tick = QUIET_TICK_SECONDS if self._is_quiet(now) else TICK_SECONDS
+        for key, _ in self._selector.select(max(0.0, min([now + self._tick, *due]) - now)):
             worker = key.data
             if isinstance(worker, WorkerProcess) and key.fileobj is worker.control and not worker.hear(now):
                 self._selector.unregister(worker.control)  # closed; the pidfd says when the worker is dead
+
+    def _is_quiet(self, now: float) -> bool:
+        """Does every worker serve, run nothing, and show a heartbeat from a moment ago?"""
+        if self._phase != RUNNING or self._wants_reload or self._coroner.open_cases or self._coroner.is_broken:
+            return False
+        fleet = self._worker_processes
+        if len(fleet.workers) != fleet.settings.processes or fleet.settings.heartbeat_timeout < SHORT_HEARTBEAT:
+            return False
+        oldest = now - QUIET_TICK_SECONDS
+        shown = [(worker, worker.snapshot) for worker in fleet.workers]
+        return all(worker.is_serving and not board.slots and board.beat_at > oldest for worker, board in shown)
 
     def _move_on(self, now: float) -> None:
         if self._worker_processes.fatal is not None:

@@ -17,12 +17,12 @@ from commandbus import errors
 from commandbus.flow.commands.rescue import Rule
 from commandbus.model.names import check_domain
 from commandbus.quick_dataclass import dataclass
-from commandbus.worker.worker_options import StopReport
+from commandbus.supervisor.start_message import LONGEST_TEXT
+from commandbus.worker.stop_report import StopReport
 
 LONGEST_HELLO: Final = 4_194_304
 LONGEST_LINE: Final = 262_144
 """After its hello, which lists all of its handlers, a worker sends only short messages."""
-LONGEST_TEXT: Final = 10_000
 MOST_DOMAINS: Final = 1_000
 MOST_COUNTED: Final = 2**53
 BURST_MESSAGES: Final = 100

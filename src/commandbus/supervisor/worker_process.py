@@ -42,7 +42,7 @@ from commandbus.supervisor.worker_start import Start, described, place_of
 from commandbus.worker.board import Board, Snapshot, State
 from commandbus.worker.counts_page import CountsPage
 from commandbus.worker.isolation.child_setup import DUMP_SIGNAL
-from commandbus.worker.worker_options import StopReport
+from commandbus.worker.stop_report import StopReport
 
 DUMP_SECONDS: Final = 0.1
 LATE_DUMP_SECONDS: Final = 0.9

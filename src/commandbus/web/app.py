@@ -27,7 +27,7 @@ from commandbus.errors import (
 from commandbus.logger import safe_logger
 from commandbus.settings import Settings
 from commandbus.web.access import COOKIE, MARK_FIELD, Access, Visitor
-from commandbus.web.actions import ACTIONS, Step
+from commandbus.web.actions import ACTIONS, MANY, Step
 from commandbus.web.api import api_routes
 from commandbus.web.console import CONNECTIONS, Console
 from commandbus.web.metrics import add_metrics
@@ -37,6 +37,7 @@ from commandbus.web.rehearsing import rehearse_here
 logger = safe_logger("commandbus.console")
 
 LARGEST_FORM: Final = 2_000_000
+MOST_FIELDS: Final = 300
 LARGEST_ANSWER: Final = 8_000_000
 _FREE: Final = ("/static/", "/health/", "/sign-in")  # no visitor needed
 _SAFE_HEADERS: Final = {
@@ -182,7 +183,13 @@ async def _form(request: Request) -> dict[str, str]:
         body += piece
         if len(body) > LARGEST_FORM:
             raise InvalidOperationError(f"the form has more than {LARGEST_FORM} bytes")
-    return dict(parse_qsl(body.decode("utf-8", "replace"), keep_blank_values=True, max_num_fields=50))
+    text = body.decode("utf-8", "replace")
+    if text.count("&") >= MOST_FIELDS:
+        raise InvalidOperationError(f"the form has more than {MOST_FIELDS} fields")
+    given: dict[str, str] = {}
+    for name, value in parse_qsl(text, keep_blank_values=True):
+        given[name] = f"{given[name]}\n{value}" if name in MANY and name in given else value
+    return given
 
 
 def _add_health(app: FastAPI, console: Console) -> None:
@@ -197,6 +204,10 @@ def _add_health(app: FastAPI, console: Console) -> None:
         except (CommandBusError, psycopg.Error, PoolTimeout):
             return JSONResponse({"status": "unready", "reason": "the database does not answer"}, status_code=503)
         return JSONResponse({"status": "ready"})
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0]
 
 
 def _add_errors(app: FastAPI, console: Console) -> None:
@@ -227,10 +238,29 @@ def _add_errors(app: FastAPI, console: Console) -> None:
         wrong = "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors()[:5])
         return answer(request, 422, "This address is not complete", wrong)
 
+    @app.exception_handler(psycopg.errors.InsufficientPrivilege)
+    async def forbidden(request: Request, error: psycopg.errors.InsufficientPrivilege) -> Response:
+        text = (
+            f"The console's database role {console.role} may not do this: {_first_line(error)}. "
+            "To look, it needs what a reader has; to act, what an operator has: see `commandbus roles`."
+        )
+        return answer(request, 403, "The console may not do this", text)
+
+    @app.exception_handler(psycopg.errors.LockNotAvailable)
+    async def locked(request: Request, _error: psycopg.errors.LockNotAvailable) -> Response:
+        text = "Another session has locked what this needs, so nothing was done. Try again in a moment."
+        return answer(request, 503, "Somebody else is at it", text)
+
     @app.exception_handler(psycopg.errors.QueryCanceled)
     async def slow(request: Request, _error: psycopg.errors.QueryCanceled) -> Response:
         text = "The database needed more than two seconds. Narrow the search: a domain, a type, a time (since:2h)."
         return answer(request, 503, "That took too long", text)
+
+    @app.exception_handler(psycopg.Error)
+    async def refused_by_database(request: Request, error: psycopg.Error) -> Response:
+        logger.error("the database refused what the console asked", exc_info=error)
+        code, what = (400, "cannot take this") if isinstance(error, psycopg.DataError) else (503, "refused this")
+        return answer(request, code, "The database refused this", f"The database {what}: {_first_line(error)}.")
 
     @app.exception_handler(DatabaseUnavailableError)
     @app.exception_handler(psycopg.OperationalError)

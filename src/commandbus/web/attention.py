@@ -4,15 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC
+from typing import Final
 from urllib.parse import urlencode
 
 from commandbus.flow.breakers.operate import BreakerInfo
+from commandbus.flow.commands.failures import FailureGroup
 from commandbus.flow.commands.inspect import DomainStatus, WorkerInfo
 from commandbus.flow.limits.inspect import LimitInfo
 from commandbus.flow.workers.slots import WorkerSlots
 from commandbus.model.counting import counted
-from commandbus.model.durations import roughly
+from commandbus.model.durations import roughly, without_clock
 from commandbus.model.minute_figures import HourFigures
+
+_STATES: Final = {
+    "BACKING_OFF": "is backing off",
+    "BREAKER_OPEN": "has its breaker open",
+    "PROBING": "is probing",
+    "JOINING": "is joining its permits",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +36,7 @@ class Concern:
 @dataclass(frozen=True, slots=True)
 class Fleet:
     """What one look at the fleet found. `in_tsq` counts commands by (domain, command type). `slots` are known of
-    workers that have published them."""
+    workers that have published them. `failures` are those of commands that need a person."""
 
     domains: Sequence[DomainStatus]
     workers: Sequence[WorkerInfo]
@@ -35,6 +45,7 @@ class Fleet:
     in_tsq: Mapping[tuple[str, str], int]
     slots: Sequence[WorkerSlots] = ()
     hours: Sequence[HourFigures] = ()
+    failures: Sequence[FailureGroup] = ()
 
     @property
     def served(self) -> set[str]:
@@ -49,7 +60,7 @@ def concerns(fleet: Fleet) -> list[Concern]:
         *_stuck(fleet.slots),
         *_limits(fleet.limits),
         *_breakers(fleet.breakers),
-        *_troubles(fleet.in_tsq),
+        *_troubles(fleet.in_tsq, fleet.failures),
         *_unhandled(fleet.domains),
         *_pauses(fleet.domains),
         *_rejected(fleet.domains),
@@ -98,10 +109,19 @@ def _stuck(slots: Sequence[WorkerSlots]) -> list[Concern]:
 
 def _limits(limits: Sequence[LimitInfo]) -> list[Concern]:
     return [
-        Concern(f"limit {limit.name}: {limit.text}{_waiting(limit.parked)}", "limits")
+        Concern(
+            f"limit {limit.name} {_state(limit)}{_waiting(limit.parked)}",
+            "limit?" + urlencode({"name": limit.name}),
+        )
         for limit in limits
         if limit.state != "AVAILABLE"
     ]
+
+
+def _state(limit: LimitInfo) -> str:
+    """Without a time of day: whoever reads this may be in another zone."""
+    text = without_clock(limit.text)
+    return f"{_STATES.get(limit.state, limit.state)}{' ' if text != limit.text else ': '}{text}"
 
 
 def _waiting(parked: int) -> str:
@@ -110,21 +130,35 @@ def _waiting(parked: int) -> str:
 
 def _breakers(breakers: Sequence[BreakerInfo]) -> list[Concern]:
     return [
-        Concern(f"the breaker of {item.name} is open: {item.reason}{_waiting(item.parked)}", "limits")
+        Concern(
+            f"the breaker of {item.name} is open: {item.reason}{_waiting(item.parked)}",
+            "breaker?" + urlencode({"name": item.name}),
+        )
         for item in breakers
         if item.kind == "type" and item.state != "CLOSED"
     ]
 
 
-def _troubles(in_tsq: Mapping[tuple[str, str], int]) -> list[Concern]:
+def _troubles(in_tsq: Mapping[tuple[str, str], int], failures: Sequence[FailureGroup]) -> list[Concern]:
     return [
         Concern(
             f"{counted(count, 'command')} of {domain}/{kind} {'is' if count == 1 else 'are'} in the "
-            f"troubleshooting queue",
+            f"troubleshooting queue{_since(domain, kind, failures)}",
             "troubleshooting?" + urlencode({"domain": domain, "command_type": kind}),
         )
         for (domain, kind), count in sorted(in_tsq.items(), key=lambda item: -item[1])
     ]
+
+
+def _since(domain: str, kind: str, failures: Sequence[FailureGroup]) -> str:
+    """Since when, and since which version of the code, commands of a type fail as most of them do."""
+    own = [item for item in failures if (item.domain, item.command_type) == (domain, kind)]
+    if not own:
+        return ""
+    most = max(own, key=lambda item: item.in_troubleshooting)
+    version = "" if most.since_version is None else f", version {most.since_version}"
+    new = version.replace(",", ", new in", 1) if most.is_new else version
+    return f", since {most.first_seen.astimezone(UTC):%b %d, %H:%M} UTC{new}"
 
 
 def _unhandled(domains: Sequence[DomainStatus]) -> list[Concern]:
@@ -143,9 +177,11 @@ def _unhandled(domains: Sequence[DomainStatus]) -> list[Concern]:
 def _pauses(domains: Sequence[DomainStatus]) -> list[Concern]:
     found = []
     for domain in domains:
-        paused = ["all of it"] if domain.is_paused else domain.paused_types
-        if paused:
-            found.append(Concern(f"{domain.domain} is paused: {', '.join(paused)}", "domains"))
+        if domain.is_paused:
+            found.append(Concern(f"{domain.domain} is paused: all of it", "domains"))
+        elif domain.paused_types:
+            paused = ", ".join(f"{domain.domain}/{kind}" for kind in domain.paused_types)
+            found.append(Concern(f"{paused} {'is' if len(domain.paused_types) == 1 else 'are'} paused", "domains"))
     return found
 
 

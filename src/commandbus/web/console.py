@@ -6,6 +6,7 @@ have a bus of their own with one connection, because a change of many commands m
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -13,11 +14,13 @@ from typing import Any, Final
 
 from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, Response
-from psycopg.conninfo import make_conninfo
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from commandbus.bus import AsyncCommandBus
 from commandbus.bus.masked import async_bus_for_people
+from commandbus.clock import monotonic
 from commandbus.db.pool import check_conninfo, options_of
+from commandbus.flow.commands.failures import FailureGroup
 from commandbus.settings import Settings
 from commandbus.troubleshooting import AsyncTroubleshootingQueue
 from commandbus.web.access import Access, Visitor
@@ -28,6 +31,7 @@ from commandbus.web.rendering import environment
 READ_SECONDS: Final = 2
 ACT_SECONDS: Final = 60
 CONNECTIONS: Final = 4
+FAILURES_SECONDS: Final = 10.0
 _PAGES: Final = (
     ("", "Now"), ("commands", "Commands"), ("troubleshooting", "Troubleshooting"), ("plans", "Plans"),
     ("stuck", "Stuck"), ("limits", "Limits"), ("keys", "Keys"), ("schedules", "Schedules"), ("batches", "Batches"),
@@ -48,6 +52,16 @@ class Console:
         self.reading = _bus(settings, READ_SECONDS, connections)
         self.acting = _bus(settings, ACT_SECONDS, 1)
         self.watched = Watched(self.now)
+        self._known_failures: list[FailureGroup] = []
+        self._failures_at = -FAILURES_SECONDS
+        self.looking = asyncio.Semaphore(1)  # searches that go on by themselves
+
+    @property
+    def role(self) -> str:
+        """The role with which it connects, as its address says it."""
+        url = self.settings.database_url
+        found = None if not url or url.startswith("embedded") else conninfo_to_dict(url).get("user")
+        return str(found or "")
 
     async def now(self) -> Fleet:
         """One look at everything that `Now` shows. Workers publish their slots from now on, for some seconds."""
@@ -57,13 +71,22 @@ class Console:
 
     async def fleet(self) -> Fleet:
         """One look at what may need a person."""
+        in_tsq = await AsyncTroubleshootingQueue(self.reading).count_by_type()
         return Fleet(
             (await self.reading.status()).items,
             (await self.reading.workers()).items,
             (await self.reading.limits()).items,
             (await self.reading.breakers()).items,
-            await AsyncTroubleshootingQueue(self.reading).count_by_type(),
+            in_tsq,
+            failures=await self._failures() if in_tsq else [],
         )
+
+    async def _failures(self) -> list[FailureGroup]:
+        """Failures of commands that need a person, as of some seconds ago: they cost more than the rest."""
+        if monotonic() - self._failures_at > FAILURES_SECONDS:
+            self._known_failures = (await self.reading.list_failures(in_troubleshooting=True)).items
+            self._failures_at = monotonic()
+        return self._known_failures
 
     @asynccontextmanager
     async def running(self, _app: FastAPI) -> AsyncIterator[None]:

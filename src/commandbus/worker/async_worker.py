@@ -20,8 +20,8 @@ from typing import Any, Self, TypeVar
 from commandbus.model.durations import Duration
 from commandbus.worker.execution.handlers import HandlerRegistry
 from commandbus.worker.health import HealthStatus
+from commandbus.worker.stop_report import StopReport
 from commandbus.worker.worker import Worker
-from commandbus.worker.worker_options import StopReport
 
 T = TypeVar("T")
 

@@ -45,6 +45,7 @@ class OddRows:
         settings: Settings,
         *,
         keeps_lock_timeout: Callable[[], bool],
+        on_lost: Callable[[str, list[str]], None] | None = None,
     ) -> None:
         self._connection = connection
         self._worker = worker
@@ -52,6 +53,7 @@ class OddRows:
         self._late_seconds = settings.timeouts.late_seconds
         # Then the canceled statement did not wait for a lock: it was slow.
         self._keeps_lock_timeout = keeps_lock_timeout
+        self._on_lost = on_lost
         self._left: list[ClaimedRows] = []
         self._again_at = 0.0
 
@@ -105,7 +107,7 @@ class OddRows:
         return [ClaimedRows(*key, rows) for key, rows in left.items() if rows and key[1] > late]
 
     def _put_right(self, claimed: ClaimedRows, room: Room, *, until: float) -> tuple[list[ClaimedRow], int]:
-        odd = claimed.rows
+        odd, lost_types = claimed.rows, list[str]()
         try:
             operation = put_right(
                 domain=claimed.domain,
@@ -114,8 +116,9 @@ class OddRows:
                 max_bytes=self._max_bytes,
                 room=room,
                 running_in=running_file.read,
+                lost_types=lost_types,
             )
-            return self._connection.run(operation)
+            answer = self._connection.run(operation)
         except Exception as error:
             if not is_locked(error) and is_of_the_database(error, is_lost=self._connection.conn_is_lost()):
                 self._left.append(claimed)
@@ -123,7 +126,10 @@ class OddRows:
             if len(odd) == 1:
                 self._leave_or_set_aside(claimed, error)
                 return [], 0
-        return self._put_halves_right(claimed, room, until=until)
+            return self._put_halves_right(claimed, room, until=until)
+        if lost_types and self._on_lost is not None:
+            self._on_lost(claimed.domain, lost_types)
+        return answer
 
     def _put_halves_right(self, claimed: ClaimedRows, room: Room, *, until: float) -> tuple[list[ClaimedRow], int]:
         right: list[ClaimedRow] = []

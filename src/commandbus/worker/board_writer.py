@@ -15,6 +15,7 @@ from commandbus.worker.health import HealthState, HealthStatus
 from commandbus.worker.memory import resident_megabytes
 from commandbus.worker.os_state import OsState
 
+MEMORY_SECONDS = 1.0
 _HEALTH_NUMBERS = {HealthState.HEALTHY: 0, HealthState.DEGRADED: 1, HealthState.CRITICAL: 2}
 
 
@@ -27,6 +28,7 @@ class BoardWriter:
         self._running = running
         self._grace = grace
         self._process = OsState()
+        self._memory_at, self._memory = 0.0, 0.0
         self.leave = board.leave
 
     def start(self) -> None:
@@ -70,6 +72,8 @@ class BoardWriter:
         claimless: float,
     ) -> None:
         """The ladder's thread lives, and this is what it sees."""
+        if now - self._memory_at >= MEMORY_SECONDS:
+            self._memory_at, self._memory = now, resident_megabytes()
         self._board.beat(
             now,
             state=state,
@@ -79,7 +83,7 @@ class BoardWriter:
             claimed=claimed,
             free=max(0, slots - len(self._running)) if state is State.ACTIVE else 0,
             stuck=stuck,
-            rss_mb=resident_megabytes(),
+            rss_mb=self._memory,
             claimless=int(claimless),
         )
         self._board.note("; ".join(health.reasons))

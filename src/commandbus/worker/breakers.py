@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from commandbus.clock import monotonic
 from commandbus.db.service_connection import LastingConnection
@@ -23,7 +23,9 @@ from commandbus.logger import safe_logger
 from commandbus.model.breaker_rule import AttemptCounts, BadAttempt, find_trouble, moments
 from commandbus.model.outcome import Failure, Judgement, Verdict
 from commandbus.settings import Settings
-from commandbus.worker.execution.attempt import Attempt
+
+if TYPE_CHECKING:
+    from commandbus.worker.execution.attempt import Attempt  # a supervisor imports this module, and no worker
 
 logger = safe_logger("commandbus.worker")
 
@@ -191,7 +193,7 @@ class WorkerBreakers:
         self._recent: Mapping[Key, Sequence[BadAttempt]] = {}
         self._told: dict[Key, float] = {}
         self._clock = 0.0  # the server's clock minus `monotonic`
-        self._sweep_at = 0.0
+        self.sweep_at = 0.0
         self.on_report: Callable[[], None] = lambda: None
 
     # --- called by slots, the ladder and the lease keeper; never wait --------------------------------------------
@@ -217,7 +219,7 @@ class WorkerBreakers:
     def write(self, connection: LastingConnection) -> None:
         """Write the reports. Those that a lost connection interrupts are kept."""
         self._reports.write(connection)
-        self._sweep_at = 0.0
+        self.sweep_at = 0.0
 
     @property
     def is_counting(self) -> bool:
@@ -243,7 +245,7 @@ class WorkerBreakers:
     def sweep(self, connection: LastingConnection, tell: Callable[[], None]) -> None:
         """Look after breakers: move those that are due, `tell` what others need to know, judge, and find out when
         to look again."""
-        if monotonic() >= self._sweep_at:
+        if monotonic() >= self.sweep_at:
             self.sweep_now(connection, tell)
 
     def sweep_now(self, connection: LastingConnection, tell: Callable[[], None]) -> None:
@@ -265,7 +267,7 @@ class WorkerBreakers:
         except Exception as error:  # noqa: BLE001 - leases must not wait for breakers
             pause = TROUBLED_SECONDS
             logger.warning("breakers cannot be checked now, trying again in a minute: %s", error)
-        self._sweep_at = monotonic() + max(pause, SOONEST_SECONDS)
+        self.sweep_at = monotonic() + max(pause, SOONEST_SECONDS)
 
     def _watch(self, connection: LastingConnection) -> Watch:
         asked_at = monotonic()

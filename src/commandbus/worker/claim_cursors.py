@@ -38,6 +38,17 @@ class Band:
         """Look from the beginning."""
         self.cursor, self.may_have_some = None, True
 
+    def rewind(self) -> None:
+        """Look from the beginning, if there is something at all: a claim of normal ones will say so."""
+        self.cursor = None
+
+    def note(self, *, is_due: bool, at: datetime | None) -> None:
+        """Something is due, or nothing was at that moment. Then nobody needs to look at what was before."""
+        if is_due:
+            self.may_have_some = True
+        elif at is not None and self.cursor is None and not self.may_have_some:
+            self.cursor = at - MARGIN
+
     def advance(self, found: Claim, before: datetime | None) -> None:
         """Begin the next claim where this one ended. If it found nothing, its own time is unknown, but that of an
         earlier claim of the domain (`before`) is not. Without it every look at this band would begin at the
@@ -81,10 +92,17 @@ class DomainCursors:
         self.high.start_over()
         self.low.start_over()
 
-    def note_others(self, due: int) -> None:
-        """Something is due that has high or low priority."""
-        self.high.may_have_some |= bool(due & HIGH_IS_DUE)
-        self.low.may_have_some |= bool(due & LOW_IS_DUE)
+    def sweep(self, now: float) -> None:
+        """Begin at the beginning, as once a second. The claim of normal ones says whether other priorities have
+        something, and so does the look at what is due next: an idle claimer does not ask for each of them."""
+        self.cursor, self.swept_at = None, now
+        self.high.rewind()
+        self.low.rewind()
+
+    def note_others(self, due: int, at: datetime | None = None) -> None:
+        """What is due of high or low priority; at this moment of the server, if it is known."""
+        self.high.note(is_due=bool(due & HIGH_IS_DUE), at=at)
+        self.low.note(is_due=bool(due & LOW_IS_DUE), at=at)
 
     def low_share(self, n: int) -> int:
         """How many of n commands may be of low priority while others wait: a tenth, over several claims."""

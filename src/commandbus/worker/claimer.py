@@ -97,6 +97,7 @@ class Claimer(DatabaseService):
         on_joined: Callable[[], None],
         on_idle: Callable[[], bool],
         on_answered: Callable[[datetime], None],
+        on_lost: Callable[[str, list[str]], None],
         on_error: Callable[[BaseException], None],
         name: str,
     ) -> None:
@@ -110,7 +111,13 @@ class Claimer(DatabaseService):
         self._adopter = adopter
         self._unhandled = unhandled
         adopter.on_read = lambda domain, seconds: self.order(lambda: self._read(domain, seconds))
-        self._odd = OddRows(self._connection, worker, settings, keeps_lock_timeout=lambda: self.can_listen)
+        self._odd = OddRows(
+            self._connection,
+            worker,
+            settings,
+            keeps_lock_timeout=lambda: self.can_listen,
+            on_lost=on_lost,
+        )
         self._waits = waits
         self._on_cancel = on_cancel
         self._on_joined = on_joined
@@ -208,8 +215,7 @@ class Claimer(DatabaseService):
         now = monotonic()
         sweeps = now - domain.swept_at >= domain.sweep_seconds
         if sweeps:
-            domain.start_over()
-            domain.swept_at = now
+            domain.sweep(now)
         before = self._asking_seconds
         got = self._claim_band(domain, domain.high, n)
         share = domain.low_share(n - got)
@@ -243,7 +249,7 @@ class Claimer(DatabaseService):
         n = min(n * domain.slotless, LARGEST_CLAIM)
         found = self._ask(domain, n, domain.cursor, OURS if self._is_picky(domain) else EVERY)
         domain.advance(found)
-        domain.note_others(found.others)
+        domain.note_others(found.others, found.claimed_at)
         slotted = len(found.ready)
         if found.odd:
             slotted += self._deliver_odd(domain, found, claimed_at)

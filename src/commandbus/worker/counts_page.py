@@ -24,7 +24,7 @@ import threading
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from datetime import datetime
-from typing import Final, Self
+from typing import TYPE_CHECKING, Final, Self
 
 from commandbus.clock import epoch
 from commandbus.flow.commands.claimed_row import ATTEMPT_BASE, CREATED_AT
@@ -42,13 +42,17 @@ from commandbus.model.attempt_counts import (
 )
 from commandbus.model.outcome import Verdict
 from commandbus.worker.board import sealed_memory
-from commandbus.worker.execution.attempt import Attempt
+
+if TYPE_CHECKING:  # a supervisor imports this module, and no worker
+    from commandbus.worker.execution.attempt import Attempt
+    from commandbus.worker.execution.handlers import HandlerRegistry
 
 _WORD: Final = 8
 _MAGIC: Final = 0x636D646263
 _USED, _LEASES, _TIMEOUTS, _ASKED = 1, 2, 3, 4
 _HEAD: Final = _ASKED + BUCKETS + 1
 _KEY_BYTES: Final = 1024
+_LOST: Final = OUTCOME_INDEX[Verdict.LOST]
 _WAITS: Final = len(OUTCOMES)
 _RUNS: Final = _WAITS + BUCKETS + 1
 _NUMBERS: Final = _RUNS + BUCKETS + 1
@@ -112,7 +116,7 @@ class CountsPage:
         groups = _by_type(attempts)
         with self._lock:
             for same in groups:
-                at, ahead = self._find(same[0]), self._ahead
+                at, ahead = self._find_of(same[0]), self._ahead
                 self._words[at + COMPLETED] += len(same)
                 self._add(at + _RUNS, [attempt.ran for attempt in same])
                 self._add(at + _WAITS, [attempt.started - ahead - attempt.row[CREATED_AT] for attempt in same])  # type: ignore[operator]
@@ -121,6 +125,13 @@ class CountsPage:
         """An attempt ended, and that is written; None: it completed."""
         with self._lock:
             self._count(attempt, COMPLETED if verdict is None else OUTCOME_INDEX[verdict])
+
+    def lost(self, domain: str, command_types: Sequence[str], handlers: HandlerRegistry) -> None:
+        """Attempts of these types were lost with another worker, and this one has recorded that."""
+        with self._lock:
+            for command_type in command_types:
+                is_known = handlers.get(domain, command_type) is not None
+                self._words[self._find(domain, command_type, is_known=is_known) + _LOST] += 1
 
     def lease_lost(self) -> None:
         """An attempt ended without its lease: what it did was not written."""
@@ -138,7 +149,7 @@ class CountsPage:
             self._add(_ASKED, [seconds])
 
     def _count(self, attempt: Attempt, outcome: int) -> None:
-        at = self._find(attempt)
+        at = self._find_of(attempt)
         self._words[at + outcome] += 1
         if attempt.started is not None:
             self._add(at + _RUNS, [attempt.ran])
@@ -163,22 +174,25 @@ class CountsPage:
             self._words[at + bisect_left(BOUNDS, valid)] += 1
             self._sums[at + BUCKETS] += valid
 
-    def _find(self, attempt: Attempt) -> int:
-        at = self._places.get((attempt.domain, attempt.command_type))
-        return self._place(attempt) if at is None else at
+    def _find_of(self, attempt: Attempt) -> int:
+        return self._find(attempt.domain, attempt.command_type, is_known=attempt.handler is not None)
 
-    def _place(self, attempt: Attempt) -> int:
+    def _find(self, domain: str, command_type: str, *, is_known: bool) -> int:
+        at = self._places.get((domain, command_type))
+        return self._place(domain, command_type, is_known=is_known) if at is None else at
+
+    def _place(self, domain: str, command_type: str, *, is_known: bool) -> int:
         """Where the numbers of a type are. What nobody here handles has no record of its own: anybody can send
         commands of endless types."""
         used = max(1, self._words[_USED])
-        if attempt.handler is None or used >= _RECORDS:
+        if not is_known or used >= _RECORDS:
             return self._at(0)
-        key = f"{attempt.domain}\0{attempt.command_type}".encode("utf-8", "replace")[:_KEY_BYTES]
+        key = f"{domain}\0{command_type}".encode("utf-8", "replace")[:_KEY_BYTES]
         start = (_HEAD + used * _RECORD) * _WORD
         self._view[start + _WORD : start + _WORD + len(key)] = key
         self._words[start // _WORD] = len(key)
         self._words[_USED] = used + 1
-        place = self._places[attempt.domain, attempt.command_type] = self._at(used)
+        place = self._places[domain, command_type] = self._at(used)
         return place
 
     @staticmethod

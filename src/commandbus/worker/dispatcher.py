@@ -49,8 +49,9 @@ from commandbus.worker.lifespans import RunningLifespans
 from commandbus.worker.limits import LimitedWork
 from commandbus.worker.lines import line_of
 from commandbus.worker.settler import Settler
+from commandbus.worker.stop_report import ROUTER_SLOTS
 from commandbus.worker.unhandled_types import UnhandledTypes
-from commandbus.worker.worker_options import ROUTER_SLOTS, WorkerSpec
+from commandbus.worker.worker_options import WorkerSpec
 
 logger = safe_logger("commandbus.worker")
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from datetime import timedelta
+from itertools import islice
 
 from commandbus.clock import monotonic
 from commandbus.db.service_connection import LastingConnection
@@ -46,11 +47,12 @@ class ExpirySweep:
         pending = self._held | {
             due.id: due.domain for due in found if due.is_pending and due.domain in self._domains
         }
-        self._held = {}
+        self._held = dict(islice(pending.items(), MOST_REMEMBERED))  # if the database refuses, they come next time
         for domain in sorted(set(pending.values())):
             ids = [id_ for id_, its in pending.items() if its == domain]
             left = connection.run(expire(domain, ids))
-            self._held |= dict.fromkeys(left[: MOST_REMEMBERED - len(self._held)], domain)
+            for id_ in set(ids).difference(left):
+                self._held.pop(id_, None)
             if ended := len(ids) - len(left):
                 logger.info("%d commands of domain %s expired before they could start", ended, domain)
 

@@ -70,6 +70,11 @@ class FleetReports:
         self._watched_until = max(self._watched_until, monotonic() + watchers.seconds)
         self._is_asked = self._is_asked or watchers.has_requests
 
+    @property
+    def is_watched(self) -> bool:
+        """Does somebody look at the slots?"""
+        return monotonic() < self._watched_until
+
     def look(self, connection: LastingConnection) -> None:
         """Do what is due."""
         now = monotonic()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Iterable
+from typing import TYPE_CHECKING
 
 from commandbus.db.service import DatabaseService
 from commandbus.db.service_connection import LastingConnection
@@ -15,9 +16,8 @@ from commandbus.errors import ConfigurationError, UnknownLimitError
 from commandbus.flow.commands.declare_priorities import declare_priorities
 from commandbus.flow.keys.declare import declare_keys
 from commandbus.flow.limits.declare import LimitRow, declare, is_awaited, list_limits, location_of
-from commandbus.limits.client import LimitClient
+from commandbus.lazy import lazy
 from commandbus.limits.make_client import make_limit_client, settle_limits
-from commandbus.limits.requests import Permit, PermitCall
 from commandbus.logger import safe_logger
 from commandbus.model.api_errors import ApiFailure
 from commandbus.model.limit_state import ApiAnswer
@@ -28,7 +28,14 @@ from commandbus.worker.execution.execute import Ended, LimitDecides, Written
 from commandbus.worker.execution.handlers import HandlerRegistry
 from commandbus.worker.execution.key_rules import key_limits, name_keys, rules
 from commandbus.worker.exhaustion import ExhaustedError, is_exhaustion
-from commandbus.worker.limit_use import LimitUse
+
+if TYPE_CHECKING:
+    from commandbus.limits.client import LimitClient
+    from commandbus.limits.requests import Permit, PermitCall
+    from commandbus.worker import limit_use
+    from commandbus.worker.limit_use import LimitUse
+else:
+    limit_use = lazy("commandbus.worker.limit_use")  # most workers have no limits
 
 logger = safe_logger("commandbus.limits")
 
@@ -153,7 +160,7 @@ class LimitedWork:
         """What the attempt has to do with limits, made on first use."""
         with self._making_use:  # threads of its handler may come at once
             if attempt.limit_use is None:
-                attempt.limit_use = LimitUse(self, attempt)
+                attempt.limit_use = limit_use.LimitUse(self, attempt)
             return attempt.limit_use
 
     def permit_request(self, attempts: Iterable[Attempt]) -> None:

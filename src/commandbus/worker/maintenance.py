@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 import psycopg
 from psycopg import Connection
@@ -17,10 +17,10 @@ from psycopg import Connection
 from commandbus.clock import monotonic
 from commandbus.db.service import DatabaseService
 from commandbus.db.service_connection import LastingConnection
-from commandbus.db.transient_errors import PassingError
+from commandbus.db.transient_errors import PassingError, is_locked
 from commandbus.errors import CommandBusError
-from commandbus.flow.batches import operate as batch_operate
 from commandbus.flow.batches.fold_and_complete import fold
+from commandbus.flow.batches.leftovers import leftovers
 from commandbus.flow.commands.prune import Retention, prune_all
 from commandbus.flow.commands.unpark import Parked, left_parked, wake_rest
 from commandbus.flow.keys.exist import CHANNEL as KEYS_CHANNEL
@@ -29,6 +29,7 @@ from commandbus.flow.plans.carry_out import CHANNEL as PLANS_CHANNEL
 from commandbus.flow.schedules.exist import CHANNEL
 from commandbus.flow.workers.registry import WorkerIdentity, beat
 from commandbus.flow.workers.slots import CHANNEL as FLEET_CHANNEL
+from commandbus.lazy import lazy
 from commandbus.logger import safe_logger
 from commandbus.model.safe_text import escaped
 from commandbus.settings import Settings
@@ -42,6 +43,11 @@ from commandbus.worker.plan_runner import PlanRunner
 from commandbus.worker.scheduler_on_demand import SchedulerOnDemand
 from commandbus.worker.unhandled_types import UnhandledTypes
 
+if TYPE_CHECKING:
+    from commandbus.flow.batches import operate as batch_operate
+else:
+    batch_operate = lazy("commandbus.flow.batches.operate")  # few workers ever go on with a cancellation
+
 logger = safe_logger("commandbus.worker")
 T = TypeVar("T")
 
@@ -52,6 +58,17 @@ PRUNE_SECONDS = 60.0
 BITE_PAUSE_SECONDS = 0.02
 SLICE_SECONDS = 0.5
 TICK_SECONDS = 0.5
+IDLE_TICK_SECONDS = 1.0
+LOCKED_SECONDS = 10.0
+
+
+class Duty:
+    """Something that the maintenance thread does in each round."""
+
+    def __init__(self, name: str, do: Callable[[], None]) -> None:
+        self.name = name
+        self.do = do
+        self.rests_until = 0.0
 
 
 class Work(Generic[T]):
@@ -115,6 +132,16 @@ class Maintenance(DatabaseService):
         self._reports = reports
         self._expiry = ExpirySweep(identity.domains)
         self._plans = PlanRunner(identity.domains)
+        self._duties = [
+            Duty("breakers", lambda: breakers.sweep(self._connection, lambda: self._beat(self.state))),
+            Duty("commands without a handler", lambda: unhandled.sweep(self._connection)),
+            Duty("schedules", lambda: scheduling.look(self._connection)),
+            Duty("keys", lambda: key_releasing.look(self._connection)),
+            Duty("expiry", lambda: self._expiry.sweep(self._connection)),
+            Duty("parked commands", self._unpark),
+            Duty("canceled batches", self._go_on),
+            Duty("plans", lambda: self._plans.sweep(self._connection, self._look_after)),
+        ]
         breakers.on_report = lambda: self.order(lambda: breakers.write(self._connection))
         self.state = "ACTIVE"
         self._beat_at = 0.0
@@ -145,7 +172,13 @@ class Maintenance(DatabaseService):
     def round(self) -> None:
         self._tick()
         if not self._orders and not self._resumed and not self._unparked and not self._plans.has_more:
-            self.sleep(TICK_SECONDS)
+            self.sleep(self._pause())
+
+    def _pause(self) -> float:
+        """Nothing else is looked at more often than once a second. The breakers say themselves when."""
+        if self._breakers.is_counting or self._reports.is_watched:
+            return TICK_SECONDS
+        return min(max(self._breakers.sweep_at - monotonic(), TICK_SECONDS), IDLE_TICK_SECONDS)
 
     def finish(self) -> None:
         try:
@@ -162,17 +195,24 @@ class Maintenance(DatabaseService):
         now = monotonic()
         if now >= self._sweep_at:
             self._sweep_at = now + SWEEP_SECONDS + self._sweep() * 20
-        self._breakers.sweep(self._connection, lambda: self._beat(self.state))
-        self._unhandled.sweep(self._connection)
-        self._scheduling.look(self._connection)
-        self._key_releasing.look(self._connection)
-        self._expiry.sweep(self._connection)
-        self._unpark(now)
-        self._go_on()
-        self._plans.sweep(self._connection, self._look_after)
+        for duty in self._duties:
+            self._do(duty)
         if now - self._pruned_at >= PRUNE_SECONDS:
             self._pruned_at = now
-            self._prune()
+            self._do(Duty("retention", self._prune))
+
+    def _do(self, duty: Duty) -> None:
+        """A duty that somebody's lock holds up rests for a while, so that those after it have their turn."""
+        if monotonic() < duty.rests_until:
+            return
+        try:
+            duty.do()
+        except PassingError as error:
+            if not is_locked(error) or self._connection.conn_is_lost():
+                raise
+            duty.rests_until = monotonic() + LOCKED_SECONDS
+            text = "maintenance (%s) needs a row that somebody has locked, trying again in %.0f s: %s"
+            logger.warning(text, duty.name, LOCKED_SECONDS, error)
 
     def _look_after(self) -> None:
         """What comes between any two bites: orders and the heartbeat."""
@@ -215,7 +255,7 @@ class Maintenance(DatabaseService):
         """
         began = monotonic()
         try:
-            found = self._connection.run(batch_operate.leftovers(but=self._refused.resting()))
+            found = self._connection.run(leftovers(but=self._refused.resting()))
         except Exception as error:
             if self._connection.conn_is_lost():
                 raise
@@ -253,9 +293,10 @@ class Maintenance(DatabaseService):
                 self._resumed[batch] = work
             self._look_after()
 
-    def _unpark(self, now: float) -> None:
+    def _unpark(self) -> None:
         """Wake commands that nothing keeps parked any more, for a moment. If there were many, only the first were
         woken at once."""
+        now = monotonic()
         try:
             if now >= self._unpark_at:
                 self._unpark_at = now + SWEEP_SECONDS

@@ -68,5 +68,8 @@ class PlanRunner:
 def _tell(portion: Portion) -> None:
     if portion.trouble is not None:
         logger.error("plan %d was stopped: %s", portion.plan, portion.trouble)
+    elif portion.locked:
+        text = "plan %d comes back to %d commands that another session has locked"
+        logger.info(text, portion.plan, portion.locked)
     elif portion.is_last:
         logger.info("plan %d is done", portion.plan)

@@ -69,9 +69,10 @@ from commandbus.worker.scheduler_on_demand import SchedulerOnDemand
 from commandbus.worker.service_watch import UNREACHABLE, ServiceWatch
 from commandbus.worker.settler import Settler
 from commandbus.worker.slot_views import SlotViews
+from commandbus.worker.stop_report import StopReport
 from commandbus.worker.unhandled_types import UnhandledTypes
 from commandbus.worker.wait_times import WaitTimes
-from commandbus.worker.worker_options import StopReport, WorkerSpec, identity
+from commandbus.worker.worker_options import WorkerSpec, identity
 
 logger = safe_logger("commandbus.worker")
 
@@ -332,6 +333,7 @@ class WorkerRuntime:
             on_joined=lambda: self._key_releasing.joined(),  # noqa: PLW0108 - made later
             on_idle=self._check_idle,
             on_answered=spec.counts.note_clock,
+            on_lost=lambda domain, types: spec.counts.lost(domain, types, spec.handlers),
             on_error=spec.fail,
             name=spec.id,
         )

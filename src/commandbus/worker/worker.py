@@ -33,8 +33,8 @@ from commandbus.db.service_connection import LastingConnection
 from commandbus.db.wait_for_server import ServerWait
 from commandbus.errors import ConfigurationError, SchemaError, UnknownDomainError
 from commandbus.flow.setup.domains import create_domain, list_domains
-from commandbus.flow.setup.migrate import look
 from commandbus.flow.setup.privileges import check_may_work, explained
+from commandbus.flow.setup.schema_state import look
 from commandbus.logger import safe_logger
 from commandbus.model.durations import Duration, parse_seconds
 from commandbus.model.json_values import Json
@@ -47,7 +47,8 @@ from commandbus.worker.health import HealthStatus
 from commandbus.worker.limits import check_limits
 from commandbus.worker.runtime import WorkerRuntime
 from commandbus.worker.service_watch import UNREACHABLE
-from commandbus.worker.worker_options import ROUTER_SLOTS, StopReport, Supervision, WorkerSpec
+from commandbus.worker.stop_report import ROUTER_SLOTS, StopReport
+from commandbus.worker.worker_options import Supervision, WorkerSpec
 
 logger = safe_logger("commandbus.worker")
 

@@ -1,4 +1,4 @@
-"""The options of a worker (WorkerSpec), and its report when it ends (StopReport)."""
+"""The options of a worker (WorkerSpec)."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import asyncio
 import os
 import socket
 from collections.abc import Callable, Sequence
-from importlib.metadata import PackageNotFoundError, version
-from typing import Any, Final
+from typing import Any
 
 from psycopg_pool import ConnectionPool
 
 from commandbus.flow.workers.registry import WorkerIdentity
+from commandbus.light_imports import version_of
 from commandbus.model.retry import RetryPolicy
 from commandbus.quick_dataclass import dataclass
 from commandbus.settings import Settings
@@ -20,9 +20,6 @@ from commandbus.worker.counts_page import CountsPage
 from commandbus.worker.execution.handlers import HandlerRegistry
 from commandbus.worker.health import HealthStatus
 from commandbus.worker.own_code import hash_of_code
-
-ROUTER_SLOTS: Final = 2
-"""Slots for messages of processes, beside the worker's others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,36 +60,15 @@ class WorkerSpec:
     callers_loop: asyncio.AbstractEventLoop | None = None  # where async handlers run, if not on a loop of ours
 
 
-@dataclass(frozen=True, slots=True)
-class StopReport:
-    """How a worker's life ended. `abandoned` attempts were still running, `unwritten` outcomes were lost sight of:
-    their commands are tried again when their leases run out."""
-
-    reason: str
-    settled: int
-    given_back: int
-    abandoned: int
-    unwritten: int
-
-    @property
-    def is_clean(self) -> bool:
-        """Nothing was left behind."""
-        return self.abandoned == 0 and self.unwritten == 0
-
-
 def identity(spec: WorkerSpec, settings: Settings) -> WorkerIdentity:
     """What the registry is told of a worker."""
-    try:
-        release = version("commandbus-pg")
-    except PackageNotFoundError:
-        release = "unknown"
     return WorkerIdentity(
         spec.id,
         socket.gethostname(),
         os.getpid(),
         spec.domains,
         settings.concurrency,
-        release,
+        version_of("commandbus-pg") or "unknown",
         None if spec.supervision is None else spec.supervision.supervisor,
         types=lambda: spec.handlers.types(spec.domains),
         code_version=settings.code_version or hash_of_code(spec.handlers),

@@ -21,7 +21,8 @@ def make_lab(database: str, bus: CommandBus, db: psycopg.Connection[Any]) -> Ite
     db.execute("CREATE TABLE effects (what text)")
 
     def make(registry: HandlerRegistry = handlers, **changes: Any) -> Lab:
-        lab = Lab(bus, db, quick_settings(database, **changes), registry)
+        settings = quick_settings(database, **{"concurrency": 1} | changes)  # so no child process is started ahead
+        lab = Lab(bus, db, settings, registry)
         lab.isolation.start()
         made.append(lab)
         return lab

@@ -229,7 +229,7 @@ def test_an_attempt_that_is_canceled_while_its_process_is_made_never_runs(
     make = Isolation._make
 
     def make_late(self: Isolation) -> Any:
-        assert may_start.wait(15)
+        assert may_start.wait(60)
         return make(self)
 
     monkeypatch.setattr(Isolation, "_make", make_late)

@@ -119,9 +119,24 @@ class BatchRepository(Repository):
 
         return self._bus._send_all(domain, commands, make, conn)  # type: ignore[no-any-return]
 
-    def close(self, domain: str, batch_id: str, *, conn: object = None) -> bool:
-        """Close an open batch, so that it can end. Returns False if it was closed already."""
-        return self._bus.run(batch_create.close(domain, batch_id), conn)
+    def close(
+        self,
+        domain: str,
+        batch_id: str,
+        *,
+        operator: str | None = None,
+        reason: str | None = None,
+        conn: object = None,
+    ) -> bool:
+        """Close an open batch, so that it can end. Returns False if it was closed already.
+
+        With `operator`, it is what a person did: the audit has it, with the `reason`. A program that has sent all
+        leaves both out.
+        """
+        if operator is None and reason is not None:
+            raise InvalidCommandError("a reason needs an operator: say who closes the batch")
+        what = None if operator is None else operate.operator_action(operator, reason)
+        return self._bus.run(batch_create.close(domain, batch_id, what), conn)
 
     def get(self, domain: str, batch_id: str, *, conn: object = None) -> BatchRecord | None:
         """Returns what is known about a batch: counts, progress, rate; None if there is no such batch."""

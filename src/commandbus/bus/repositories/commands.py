@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import datetime
 from typing import TYPE_CHECKING, Unpack
 
 from commandbus.bus.base import CHUNK, whoami
 from commandbus.bus.one_body import awaited
 from commandbus.bus.repositories.base import AsyncRepository, Repository
+from commandbus.bus.send_many import send_chunks, send_chunks_async
 from commandbus.errors import InvalidCommandError
 from commandbus.flow.operation import then
 from commandbus.lazy import lazy
@@ -30,7 +30,18 @@ from commandbus.model.page import Page
 from commandbus.model.priority import Priority
 
 if TYPE_CHECKING:
-    from commandbus.flow.commands import call, failures, history, inspect, ledger, lookup, operate, replay, tsq
+    from commandbus.flow.commands import (
+        call,
+        failures,
+        history,
+        inspect,
+        ledger,
+        lookup,
+        operate,
+        replay,
+        stuck_groups,
+        tsq,
+    )
     from commandbus.flow.commands import query as queries
     from commandbus.flow.commands import why_waiting as waiting
     from commandbus.flow.commands.call import CommandOutcome
@@ -38,6 +49,7 @@ if TYPE_CHECKING:
     from commandbus.flow.commands.history import AttemptRecord, StuckAttempt
     from commandbus.flow.commands.inspect import RejectedMessage, UndeliveredReply
     from commandbus.flow.commands.query import CommandFilters, CommandQuery
+    from commandbus.flow.commands.stuck_groups import StuckGroup
     from commandbus.flow.commands.why_waiting import WhyWaiting
     from commandbus.flow.effects import inspect as effects
     from commandbus.flow.effects import operate as effect_actions
@@ -45,6 +57,7 @@ else:
     call = lazy("commandbus.flow.commands.call")
     failures = lazy("commandbus.flow.commands.failures")
     history = lazy("commandbus.flow.commands.history")
+    stuck_groups = lazy("commandbus.flow.commands.stuck_groups")
     inspect = lazy("commandbus.flow.commands.inspect")
     ledger = lazy("commandbus.flow.commands.ledger")
     lookup = lazy("commandbus.flow.commands.lookup")
@@ -81,22 +94,9 @@ class CommandRepository(Repository):
 
         Each chunk is sent as a whole or not at all; with `conn`, all commands are.
         """
-        sent: list[SentCommand] = []
         if self._bus._chain is not None:
             commands = self._bus._through(domain, commands)
-        chunks = self._bus._chunks(domain, commands, chunk_size)
-        if conn is not None:
-            for chunk in chunks:
-                receipts = self._bus.run(chunk, conn)
-                sent += receipts
-            return sent
-        with ThreadPoolExecutor(1, "commandbus-send") as sender:
-            under_way: Future[list[SentCommand]] | None = None
-            for chunk in chunks:  # the next chunk is prepared while the server works on the last one
-                sent += under_way.result() if under_way is not None else []
-                under_way = sender.submit(self._bus.run, chunk)
-            sent += under_way.result() if under_way is not None else []
-        return sent
+        return send_chunks(self._bus, domain, commands, chunk_size, conn)
 
     # --- by name ----------------------------------------------------------------------------------------------
 
@@ -197,6 +197,7 @@ class CommandRepository(Repository):
         One call looks at a bounded number of commands. If the page `is_partial`, there may be more that match: its
         cursor goes on from there."""
         wanted = query if query is not None else queries.CommandQuery(**filters)
+        self._bus._check_search(wanted)
         return self._bus.run(queries.query_commands(wanted, limit=limit, cursor=cursor), conn)
 
     def list_by_status(
@@ -249,6 +250,19 @@ class CommandRepository(Repository):
         return self._bus.run(
             history.list_stuck(domain, command_type, since=since, limit=limit, cursor=cursor), conn
         )
+
+    def list_stuck_groups(
+        self,
+        domain: str | None = None,
+        command_type: str | None = None,
+        *,
+        since: datetime | None = None,
+        limit: int = 50,
+        conn: object = None,
+    ) -> Page[StuckGroup]:
+        """Returns where in the application's own code attempts hung that had to be stopped, the place seen last
+        first. It looks at the newest 5,000 of them; a page that has not seen all is partial."""
+        return self._bus.run(stuck_groups.list_stuck_groups(domain, command_type, since=since, limit=limit), conn)
 
     def list_failures(
         self,
@@ -432,6 +446,7 @@ class AsyncCommandRepository(AsyncRepository):
     list_by_batch = awaited(CommandRepository.list_by_batch)
     count_by_status = awaited(CommandRepository.count_by_status)
     list_stuck = awaited(CommandRepository.list_stuck)
+    list_stuck_groups = awaited(CommandRepository.list_stuck_groups)
     list_failures = awaited(CommandRepository.list_failures)
     list_rejected = awaited(CommandRepository.list_rejected)
     list_undelivered = awaited(CommandRepository.list_undelivered)
@@ -455,11 +470,6 @@ class AsyncCommandRepository(AsyncRepository):
 
         Each chunk is sent as a whole or not at all; with `conn`, all commands are.
         """
-        sent: list[SentCommand] = []
         if self._bus._chain is not None:
             commands = await self._bus._through(domain, commands)
-        chunks = self._bus._chunks(domain, commands, chunk_size)
-        for chunk in chunks:
-            receipts = await self._bus.run(chunk, conn)
-            sent += receipts
-        return sent
+        return await send_chunks_async(self._bus, domain, commands, chunk_size, conn)

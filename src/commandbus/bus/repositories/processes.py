@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         NewProcess,
         ProcessRecord,
         ProcessStatus,
+        ProcessSummary,
         SentSignal,
         StartedProcess,
         StepRecord,
@@ -84,6 +85,28 @@ class ProcessRepository(Repository):
     def get(self, domain: str, process_id: str, *, conn: object = None) -> ProcessRecord | None:
         """Returns what is known about a process, with its steps; None if there is no such process."""
         return self._bus.run(process_inspect.get_process(domain, process_id), conn)
+
+    def view(self, domain: str, process_id: str, *, conn: object = None) -> ProcessRecord | None:
+        """As `get`, but bounded, for a page: the last 500 steps without data and results, and data and state up to
+        256 KiB. `left_out` says what is missing."""
+        return self._bus.run(process_inspect.get_process(domain, process_id, bounds=process_inspect.VIEW), conn)
+
+    def summaries(
+        self,
+        domain: str | None = None,
+        process_type: str | None = None,
+        *,
+        status: ProcessStatus | str | None = None,
+        batch_id: str | None = None,
+        limit: int = 50,
+        cursor: str | None = None,
+        conn: object = None,
+    ) -> Page[ProcessSummary]:
+        """As `query`, but without data and state, which may have a megabyte each: for lists."""
+        operation = process_inspect.list_summaries(
+            domain=domain, process_type=process_type, status=status, batch_id=batch_id, limit=limit, cursor=cursor
+        )
+        return self._bus.run(operation, conn)
 
     def get_by_command(self, domain: str, command_id: str, *, conn: object = None) -> ProcessRecord | None:
         """The process that sent a command; None if no process sent it."""
@@ -226,6 +249,8 @@ class AsyncProcessRepository(AsyncRepository):
     save_batch = awaited(ProcessRepository.save_batch)
     add_to_batch = awaited(ProcessRepository.add_to_batch)
     get = awaited(ProcessRepository.get)
+    view = awaited(ProcessRepository.view)
+    summaries = awaited(ProcessRepository.summaries)
     get_by_command = awaited(ProcessRepository.get_by_command)
     get_steps = awaited(ProcessRepository.get_steps)
     exists = awaited(ProcessRepository.exists)

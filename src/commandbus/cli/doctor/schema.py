@@ -8,7 +8,7 @@ from commandbus.cli.doctor.findings import Conn, Findings, fail, ok, warn
 from commandbus.db.drivers import run
 from commandbus.errors import SchemaError
 from commandbus.flow.setup.domains import list_domains
-from commandbus.flow.setup.migrate import SchemaState, look
+from commandbus.flow.setup.schema_state import SchemaState, look
 from commandbus.model.counting import counted
 
 

@@ -14,7 +14,7 @@ from commandbus.cli.render import age
 from commandbus.model.counting import counted
 from commandbus.model.durations import format_seconds
 from commandbus.settings import Settings
-from commandbus.worker.worker_options import ROUTER_SLOTS
+from commandbus.worker.stop_report import ROUTER_SLOTS
 
 OLDEST, NEWEST = 14, 18
 CLOCK_SECONDS = 2.0
@@ -242,7 +242,9 @@ def _connections(conn: Conn, settings: Settings) -> Findings:
     )
     most = int(_setting(conn, "max_connections")) - reserved
     used = _one(
-        conn, "SELECT pg_catalog.count(*) FROM pg_catalog.pg_stat_activity WHERE backend_type = 'client backend'"
+        conn,
+        "SELECT pg_catalog.count(*) FROM pg_catalog.pg_stat_activity "
+        "WHERE backend_type = 'client backend' OR (backend_type IS NULL AND usename IS NOT NULL)",
     )
     limit_client = _limit_client_connections(conn, settings)
     messages = _message_connections(conn)

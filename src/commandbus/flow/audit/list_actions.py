@@ -1,8 +1,8 @@
 """list_actions: who did what, when and why, newest first. Reads only, locks nothing.
 
-What was done to commands is in one table, what was done to limits, breakers, pauses and schedules is in another.
-Both are walked backwards by their keys, and merged by time. One call looks at BUDGET rows of each: a page that is
-not full then is partial.
+What was done to commands is in one table. What was done to limits, breakers, pauses, schedules, key limits,
+batches, plans and workers is in another. Both are walked backwards by their keys, and merged by time. One call
+looks at BUDGET rows of each: a page that is not full then is partial.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ _OUT_OF_ORDER: Final = timedelta(hours=1)  # a longer transaction may be dated b
 
 @dataclass(frozen=True, slots=True)
 class ActionRecord:
-    """What somebody did. `kind` is "command", or "control" for limits, breakers, pauses and schedules.
+    """What somebody did. `kind` is "command", or "control" for limits, breakers, pauses, schedules, key limits,
+    batches, plans and workers.
 
     `operator` is "commandbus" if no person did it. `subject` says what it was done to: "orders ship-17", "limit
-    docai", "breaker orders/ship", "pause orders/", "schedule orders/nightly". `domain` is None for a limit, and
-    for a command that was pruned.
+    docai", "breaker orders/ship", "pause orders/", "schedule orders/nightly", "key_limit orders/tenant", "batch
+    orders/b7". `domain` is None for a limit, and for a command that was pruned.
     """
 
     kind: Literal["command", "control"]

@@ -34,6 +34,7 @@ from commandbus.errors import (
 from commandbus.flow.batches import membership
 from commandbus.flow.batches.fold_and_complete import fold_now
 from commandbus.flow.commands import send
+from commandbus.flow.commands.operate import OperatorAction
 from commandbus.flow.commands.send import Outgoing
 from commandbus.flow.keys.send import explain_key
 from commandbus.flow.operation import Statement, Steps, operation
@@ -131,13 +132,21 @@ def add(domain: str, batch_id: str, outgoing: Iterator[Outgoing]) -> Steps[int]:
 
 
 @operation(atomic=True)
-def close(domain: str, batch_id: str) -> Steps[bool]:
-    """Close a batch, so that it can end. Returns False if it was closed already."""
+def close(domain: str, batch_id: str, what: OperatorAction | None = None) -> Steps[bool]:
+    """Close a batch, so that it can end; `what`: the operator who does that, if it is not a program that has sent
+    all. Returns False if it was closed already."""
     found = yield from lock(domain, batch_id, "UPDATE")
     if found.is_open:
         found.check_isolation("close_batch")
         yield from _fold_if_told(
-            b"SELECT commandbus.close_batch(%(domain)s, %(id)s)", found.id, {"domain": domain, "id": found.id}
+            b"SELECT commandbus.close_batch(%(domain)s, %(id)s, %(operator)s::text, %(reason)s::text)",
+            found.id,
+            {
+                "domain": domain,
+                "id": found.id,
+                "operator": None if what is None else what.operator,
+                "reason": None if what is None else what.reason,
+            },
         )
     return found.is_open
 

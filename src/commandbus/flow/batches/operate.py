@@ -21,11 +21,14 @@ from commandbus.errors import BatchNotFoundError, CommandBusError, InvalidOperat
 from commandbus.flow.batches import batches_of_processes as process_batch
 from commandbus.flow.batches.create import Locked, ask_to_fold, check_targets, define, finish, insert, lock
 from commandbus.flow.batches.fold_and_complete import fold_now
+from commandbus.flow.batches.leftovers import Canceling, operator_action_of
 from commandbus.flow.commands import operate
 from commandbus.flow.commands.operate import OperatorAction, Selection
 from commandbus.flow.commands.send import explain_missing
+from commandbus.flow.limits.declare import note_action
+from commandbus.flow.limits.inspect import ControlAction, actions_on
 from commandbus.flow.operation import Operation, Plan, Statement, Steps, operation
-from commandbus.model import names, payload
+from commandbus.model import names
 from commandbus.model.batch import BatchCancelReport, BatchRetryReport
 
 BITE = 1000
@@ -33,15 +36,6 @@ PASSES = 20  # if members still move after that, the workers' sweep does the res
 _LOCK_SPACE = 0x636D6262  # "cmbb": advisory locks of cancellations
 _LOCK = b"SELECT pg_catalog.pg_advisory_xact_lock(%(space)s::bigint << 32 | %(key)s::bigint)"
 _TRY_LOCK = b"SELECT pg_catalog.pg_try_advisory_xact_lock(%(space)s::bigint << 32 | %(key)s::bigint)"
-
-
-class Canceling(NamedTuple):
-    """A batch that is being canceled, by which operator, and why."""
-
-    id: int
-    domain: str
-    holds: str
-    what: OperatorAction
 
 
 class Canceled(NamedTuple):
@@ -81,12 +75,13 @@ def mark(domain: str, batch_id: str, what: OperatorAction) -> Steps[Canceling]:
         raise found.refuse("cancel")
     if found.is_open:
         found.check_isolation("cancel_batch")
+    yield note_action(subject(domain, found.batch_id), "CANCEL", what)
     if found.cancel is not None:
         yield Statement(
             b"UPDATE commandbus.batch SET cancel = (cancel::jsonb - 'done'::text)::json WHERE id = %(id)s",
             {"id": found.id},
         )
-        return Canceling(found.id, domain, found.holds, _operator_action_of(found.cancel))
+        return Canceling(found.id, domain, found.holds, operator_action_of(found.cancel))
     yield Statement(
         b"UPDATE commandbus.batch SET is_open = false, cancel = pg_catalog.json_build_object('by', %(by)s::text, "
         b"'reason', %(reason)s::text, 'at', pg_catalog.now()) WHERE id = %(id)s",
@@ -218,35 +213,9 @@ def done(batch: int) -> Steps[None]:
 # --- what a crash left ------------------------------------------------------------------------------------------
 
 
-class Leftovers(NamedTuple):
-    """Batches with something to fold, and those whose cancellation is not done."""
-
-    to_fold: list[int]
-    to_cancel: list[Canceling]
-
-
-@operation(atomic=False)
-def leftovers(limit: int = 100, *, but: Sequence[int] = ()) -> Steps[Leftovers]:
-    """Batches that need work, except `but`: a crash left them, or a member was settled a moment ago."""
-    rows = yield Statement(sql.text("batches/sweep"), {"limit": limit, "but": list(but)})
-    return Leftovers(
-        [id_ for id_, _, _, cancel in rows if cancel is None],
-        [
-            Canceling(id_, domain, holds, _operator_action_of(cancel))
-            for id_, domain, holds, cancel in rows
-            if cancel is not None and holds in CANCEL_MEMBERS
-        ],
-    )
-
-
 def resume(canceling: Canceling) -> Plan[Canceled]:
     """Continue a cancellation, unless another program works on it."""
     return (yield from CANCEL_MEMBERS[canceling.holds](canceling, is_sweep=True))
-
-
-def _operator_action_of(cancel: str) -> OperatorAction:
-    found = payload.loads(cancel)
-    return OperatorAction(found["by"], found["reason"], "CANCEL")
 
 
 # --- retrying ---------------------------------------------------------------------------------------------------
@@ -261,7 +230,7 @@ def retry_failed(
     `name` and `on_complete` are those of the new batch.
     """
     define(domain, name=name, on_complete=on_complete)  # a bad definition is refused before anything is retried
-    batch, holds = yield _find(domain, batch_id)
+    batch, holds = yield _find(domain, batch_id, what)
     retried, last_id, is_last = 0, 0, False
     if holds == "processes":
         retried = yield from process_batch.retry_members(batch, domain, what)
@@ -273,15 +242,31 @@ def retry_failed(
     return BatchRetryReport(domain, str(batch_id), retried, again, before, new_batch_id)
 
 
-@operation(atomic=False)
-def _find(domain: str, batch_id: str) -> Steps[tuple[int, str]]:
+@operation(atomic=True)
+def _find(domain: str, batch_id: str, what: OperatorAction) -> Steps[tuple[int, str]]:
+    """The batch and what it holds. That somebody retries it is recorded."""
     name = names.to_id(batch_id, "batch_id")
     rows = yield Statement(
         sql.text("batches/existing"), {"domain": names.check_domain(domain), "batch_id": name, "fingerprint": None}
     )
     if not rows:
         raise BatchNotFoundError(domain, name)
+    yield note_action(subject(domain, name), "RETRY", what)
     return rows[0][0], rows[0][3]
+
+
+# --- what people did --------------------------------------------------------------------------------------------
+
+
+def subject(domain: str, batch_id: str) -> str:
+    """What the audit calls a batch."""
+    return f"batch {domain}/{batch_id}"
+
+
+@operation(atomic=False)
+def list_actions(domain: str, batch_id: str, *, limit: int) -> Steps[list[ControlAction]]:
+    """Who closed, canceled and retried a batch, newest first. Index: control_action_subject."""
+    return (yield from actions_on([subject(names.check_domain(domain), names.to_id(batch_id, "batch_id"))], limit))
 
 
 @operation(atomic=True)

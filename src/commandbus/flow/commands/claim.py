@@ -221,12 +221,14 @@ def put_right(
     max_bytes: int,
     room: Room = ANY_ROOM,
     running_in: RunningIn = nobody_knows,
+    lost_types: list[str] | None = None,
 ) -> Steps[tuple[list[ClaimedRow], int]]:
     """Record lost attempts, adopt or reject raw messages, park what must wait, end what should be canceled, and
     give back commands for which there is no room now.
 
     `running_in` says what ran in a vanished worker (domain and msg_id); None if nobody knows. It is called after
-    the claim: a command that did not run by then never will, because its lease is over.
+    the claim: a command that did not run by then never will, because its lease is over. `lost_types` gets the
+    command type of each attempt that is recorded as LOST here; it holds when this has committed.
 
     Returns what can run now, and how many messages were adopted. The next claim finds the adopted messages in the
     queue, as ordinary commands.
@@ -243,7 +245,7 @@ def put_right(
         marks = {
             row.msg_id: _after_loss(row, holders[row.msg_id], worker, is_idle=row.msg_id in idle) for row in lost
         }
-        asked = yield Statement(
+        told = yield Statement(
             sql.text("commands/record_lost", domain=domain),
             {
                 "worker": worker,
@@ -252,7 +254,10 @@ def put_right(
             },
         )
         ours = [_marked(row, marks.get(row.msg_id)) for row in ours]
-        canceled |= {msg_id: cancellation(by, reason) for msg_id, by, reason in asked}
+        canceled |= {msg_id: cancellation(by, reason) for msg_id, by, reason, command in told if command is None}
+        if lost_types is not None:
+            types = {row.id: row.command_type for row in lost}
+            lost_types += [types[command] for *_, command in told if command is not None]
     if paused := [row for row in ours if row.msg_id not in canceled and (row.is_paused or row.unhandled)]:
         broken = yield from hold(domain, [row.command_type for row in paused])
         asked = yield Statement(

@@ -67,9 +67,10 @@ def operator_action(
 
 
 @operation(atomic=True)
-def act(selection: Selection, what: OperatorAction, *, limit: int = BITE) -> Steps[list[str]]:
-    """Apply an action to what is selected, up to `limit`. Returns the command_ids that were moved."""
-    rows = yield from _apply(selection, what, limit)
+def act(selection: Selection, what: OperatorAction, *, limit: int = BITE, waits: bool = True) -> Steps[list[str]]:
+    """Apply an action to what is selected, up to `limit`, and wait for rows that others have locked, or pass them
+    by. Returns the command_ids that were moved."""
+    rows = yield from _apply(selection, what, limit, waits=waits)
     return [command_id for _, command_id, *_ in rows]
 
 
@@ -77,13 +78,14 @@ def act_on_all(selection: Selection, what: OperatorAction) -> Plan[int]:
     """Apply an action to everything that is selected now, in portions. Returns how many were moved.
 
     Commands that enter the queue meanwhile are left alone. Otherwise this action would retry a command that fails
-    again and again, for ever.
+    again and again, for ever. Rows that others have locked hold up no others: they come last.
     """
     now = yield _now()
     bounded = replace(selection, entered_before=now)
     moved = 0
-    while bite := (yield act(bounded, what)):
-        moved += len(bite)
+    for waits in (False, True):
+        while bite := (yield act(bounded, what, waits=waits)):
+            moved += len(bite)
     return moved
 
 
@@ -151,7 +153,8 @@ def set_priority(domain: str, command_id: str, priority: object, what: OperatorA
     return priorities.name_of(before)
 
 
-def _apply(selection: Selection, what: OperatorAction, limit: int) -> Steps[list[Row]]:
+def _apply(selection: Selection, what: OperatorAction, limit: int, *, waits: bool = True) -> Steps[list[Row]]:
+    locking = "" if waits else "SKIP LOCKED"
     params = {
         "domain": selection.domain,
         "ids": None if selection.ids is None else list(selection.ids),
@@ -164,14 +167,16 @@ def _apply(selection: Selection, what: OperatorAction, limit: int) -> Steps[list
     }
     try:
         if what.action == "RETRY":
-            rows = yield Statement(sql.text("commands/tsq_retry", domain=selection.domain), params)
+            retry = sql.text("commands/tsq_retry", domain=selection.domain, locking=locking)
+            rows = yield Statement(retry, params)
             yield from membership.retried(
                 [membership.Member(id_, batch, process, None) for id_, _, batch, process, _ in rows]
             )
             return rows
         status = _ENDS[what.action]
         rows = yield Statement(
-            sql.text("commands/tsq_end"), params | {"action": what.action, "status": status, "result": what.result}
+            sql.text("commands/tsq_end", locking=locking),
+            params | {"action": what.action, "status": status, "result": what.result},
         )
     except (pg.UndefinedTable, pg.InvalidSchemaName) as error:
         raise explain_missing(selection.domain, error) from None

@@ -13,6 +13,7 @@ A time (`created_after`, `created_before`) is first translated into a range of i
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from commandbus import sql
 from commandbus.errors import InvalidCommandError
@@ -24,7 +25,7 @@ from commandbus.flow.commands.records import complete
 from commandbus.flow.operation import Row, Statement, Steps, operation
 from commandbus.model import names
 from commandbus.model.command import CommandRecord, CommandStatus
-from commandbus.model.page import Page
+from commandbus.model.page import Page, id_of
 
 _BY_KEY = Way("c.id < %(before_id)s::bigint AND c.id >= %(after_id)s::bigint", "c.id DESC")
 _BY_IDS = Way("c.id = ANY (%(ids)s::bigint[])", "c.id DESC")
@@ -44,7 +45,18 @@ _BY_CORRELATION = Way(
 
 @operation(atomic=False)
 def query_commands(query: CommandQuery, *, limit: int, cursor: str | None = None) -> Steps[Page[CommandRecord]]:
-    """A page of commands that match."""
+    """A page of commands that match. A partial one says how far back it has looked."""
+    page = yield from _look(query, limit, cursor)
+    if not page.is_partial:
+        return page
+    rows = yield Statement(
+        b"SELECT created_at FROM commandbus.command WHERE id >= %(id)s::bigint ORDER BY id LIMIT 1",
+        {"id": id_of(page.next_cursor)},
+    )
+    return replace(page, reached_at=rows[0][0] if rows else None)
+
+
+def _look(query: CommandQuery, limit: int, cursor: str | None) -> Steps[Page[CommandRecord]]:
     wanted, status = check_query(query, limit, cursor), check_status(query.status)
     if query.command_id is not None and query.domain is not None:
         return (yield from _direct(_BY_NAME, wanted.without("domain", "command_id")))

@@ -21,6 +21,7 @@ from commandbus.model.command import CancelRequest, CommandRecord, CommandStatus
 from commandbus.model.payload import loads_or_none
 from commandbus.model.priority import name_of
 from commandbus.model.retry import OnExhausted
+from commandbus.model.unique_key import UniqueKey
 
 HANDLER = "handler"  # what a parked command waits for: a worker that has a handler for its type
 KEY = "key"  # … or its turn in the line of its key
@@ -62,6 +63,8 @@ class CommandRow(NamedTuple):
     priority: int | None
     key_limit: str | None
     key: str | None
+    unique_rule: str | None
+    has_unique_key: bool | None
 
     @property
     def charged(self) -> int | None:
@@ -181,7 +184,24 @@ def _settled_side(row: CommandRow) -> CommandRecord:
         charged_attempts=row.charged, apart=None if status.is_final else row.apart,
         expires_at=row.expires_at, on_exhausted=row.on_exhausted, snoozes=row.snoozes or 0,
         priority=name_of(row.priority), key_limit=row.key_limit, key=row.key,
+        unique=_unique(row.unique_rule, has_key=bool(row.has_unique_key)),
     )  # fmt: skip
+
+
+def _unique(text: str | None, *, has_key: bool) -> UniqueKey | None:
+    """The key with which a command was sent, and the rule of that send."""
+    rule = loads_or_none(text)
+    if rule is None:
+        return None
+    return UniqueKey(
+        rule["key"],
+        rule["while"],
+        rule["on_conflict"],
+        rule.get("window"),
+        rule.get("debounce"),
+        rule.get("max_delay"),
+        has_key=has_key,
+    )
 
 
 def _with_queue_row(

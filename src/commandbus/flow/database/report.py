@@ -7,7 +7,7 @@ hidden from a role that is no member of pg_read_all_stats: the report says how m
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import field
+from dataclasses import field, replace
 from datetime import datetime
 from itertools import starmap
 from typing import Final
@@ -122,10 +122,11 @@ def database_report() -> Steps[DatabaseReport]:
     holders = yield Statement(sql.text("database/holders"), {"most": MOST_HOLDERS})
     connections = yield Statement(sql.text("database/connections"), {"most": MOST_CONNECTIONS})
     statements, why = yield from _statements(schema)
+    found = [replace(item, query=_readable(item.query)) for item in starmap(TransactionHolder, holders)]
     return DatabaseReport(
         version=version, max_connections=allowed, used_connections=used, freeze_max_age=freeze_age,
         autovacuum=autovacuum, total_bytes=size, tables=list(starmap(TableHealth, tables)),
-        holders=list(starmap(TransactionHolder, holders)), connections=list(starmap(RoleConnections, connections)),
+        holders=found, connections=list(starmap(RoleConnections, connections)),
         statements=list(statements), why_no_statements=why,
     )  # fmt: skip
 
@@ -146,4 +147,14 @@ def _statements(schema: str | None) -> Steps[tuple[Sequence[SlowStatement], str 
         )
     except pg.InsufficientPrivilege:
         return [], "this role may not read pg_stat_statements: GRANT pg_read_all_stats to it"
-    return list(starmap(SlowStatement, rows)), None
+    return [replace(item, query=_readable(item.query) or "") for item in starmap(SlowStatement, rows)], None
+
+
+def _readable(query: str | None) -> str | None:
+    """A statement in one line, without the comments that ours begin with. The server keeps the beginning of a
+    statement only: if that is nothing but a comment, the comment says what it is."""
+    if query is None:
+        return None
+    lines = [line.strip() for line in query.splitlines()]
+    code = " ".join(line for line in lines if line and not line.startswith("--"))
+    return code or " ".join(line.lstrip("- ") for line in lines if line)

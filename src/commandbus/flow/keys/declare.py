@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 
 from commandbus import sql
-from commandbus.flow.keys.operate import set_statement, tell
+from commandbus.flow.keys.exist import CHANNEL
 from commandbus.flow.operation import Statement, Steps, operation
 from commandbus.model.key_limit import KeyLimit, KeyRule
 
@@ -77,3 +77,23 @@ def _shown(rule: KeyRule | None) -> str:
 
 def _text(limit: KeyLimit) -> str:
     return json.dumps({"concurrency": limit.concurrency, "ordered": limit.ordered, "on_failure": limit.on_failure})
+
+
+def set_statement(limit: KeyLimit, *, declared: str | None = None) -> Statement:
+    """Store a key limit; `declared` is what a worker declares, and stays as it was if a person sets it."""
+    values = {
+        "domain": limit.domain,
+        "name": limit.name,
+        "concurrency": limit.concurrency,
+        "ordered": limit.ordered,
+        "aside": limit.on_failure == "step_aside",
+        "declared": declared,
+    }
+    return Statement(sql.text("keys/set"), values)
+
+
+def tell(domain: str) -> Statement:
+    """Let workers look whether this domain has key limits."""
+    return Statement(
+        b"SELECT pg_catalog.pg_notify(%(channel)s, %(domain)s)", {"channel": CHANNEL, "domain": domain}
+    )

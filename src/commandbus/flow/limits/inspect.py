@@ -3,7 +3,7 @@ zone."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 
 from commandbus import sql
@@ -169,10 +169,15 @@ def row_and_ahead(name: str, domain: str | None, command_id: str | None) -> Step
 def list_actions(name: str, *, limit: int) -> Steps[list[ControlAction]]:
     """What was done last to a limit and its breaker, or to the breaker of a type ("orders/ship"), newest first."""
     names.to_id(name, "name")
+    return (yield from actions_on([f"limit {name}", f"breaker {name}"], limit))
+
+
+def actions_on(subjects: Sequence[str], limit: int) -> Steps[list[ControlAction]]:
+    """What was done last to these subjects of the audit, newest first. Index: control_action_subject."""
     rows = yield Statement(
         b"SELECT subject, action, operator, reason, details, performed_at FROM commandbus.control_action "
         b"WHERE subject = ANY (%(subjects)s::text[]) ORDER BY id DESC LIMIT %(limit)s",
-        {"subjects": [f"limit {name}", f"breaker {name}"], "limit": limit},
+        {"subjects": list(subjects), "limit": limit},
     )
     return [ControlAction(*row) for row in rows]
 

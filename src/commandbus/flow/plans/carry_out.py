@@ -2,9 +2,11 @@
 
 A portion is one transaction: it locks the plan's row, then the rows of its commands in the troubleshooting queue,
 acts on them, and notes how far the plan is. So a worker that dies leaves a portion done or not begun, and another
-worker goes on. A command that has left the queue since the preview, even if it came back, is skipped.
+worker goes on. A command that has left the queue since the preview, even if it came back, is skipped. A command
+that another session has locked holds up nobody: it is passed by, and the plan comes back to it when all others are
+done, every second until the lock is gone. The plan is done when each of its commands was moved or skipped.
 
-Lock order: plan → tsq → queue row → command row → batch → process.
+Lock order: plan → tsq, command, process (waits for none of them) → queue row → batch.
 """
 
 from __future__ import annotations
@@ -25,13 +27,14 @@ CHANNEL: Final = "commandbus_plans"
 
 @dataclass(frozen=True, slots=True)
 class Portion:
-    """What one portion did."""
+    """What one portion did. `locked`: commands whose turn had come, but that others had locked."""
 
     plan: int
     moved: int
     skipped: int
     is_last: bool
     trouble: str | None = None
+    locked: int = 0
 
 
 @operation(atomic=False)
@@ -61,25 +64,31 @@ def carry_out(domains: Sequence[str], *, bite: int = BITE) -> Steps[Portion | No
 
 def _portion(due: Row) -> Steps[Portion]:
     plan, domain, action, result, operator, reason, _total, reached, bite = due
-    found = yield Statement(
-        sql.text("plans/portion"), {"plan": plan, "domain": domain, "reached": reached, "bite": bite}
-    )
-    there = [id_ for id_, is_there in found if is_there]
-    skipped = [id_ for id_, is_there in found if not is_there]
-    if there:
+    params = {"plan": plan, "domain": domain, "reached": reached, "bite": bite}
+    found = yield Statement(sql.text("plans/portion", lock=sql.part("plans/lock")), params)
+    is_fresh = bool(found)
+    if not is_fresh:
+        found = yield Statement(sql.text("plans/portion_of_locked", lock=sql.part("plans/lock")), params)
+    ours = [id_ for id_, _, is_ours in found if is_ours]
+    skipped = [id_ for id_, is_there, _ in found if not is_there]
+    locked = [id_ for id_, is_there, is_ours in found if is_there and not is_ours]
+    if ours:
         why = f"plan {plan}" if reason is None else f"plan {plan}: {reason}"
         what = OperatorAction(operator, why, action, result)
-        yield from act(Selection(domain, ids=there), what, limit=len(there)).steps
-    if skipped:
-        yield Statement(sql.text("plans/skip"), {"plan": plan, "skipped": skipped})
+        yield from act(Selection(domain, ids=ours), what, limit=len(ours)).steps
+    unlocked = [] if is_fresh else ours
+    if skipped or locked or unlocked:
+        noted = {"plan": plan, "skipped": skipped, "locked": locked, "unlocked": unlocked}
+        yield Statement(sql.text("plans/note"), noted)
     state = yield Statement(
         sql.text("plans/advance"),
         {
             "plan": plan,
-            "reached": found[-1][0] if found else reached,
-            "moved": len(there),
-            "skipped": skipped,
+            "reached": found[-1][0] if is_fresh else reached,
+            "moved": len(ours),
+            "skipped": len(skipped),
+            "locked": len(locked) if is_fresh else -len(found),
             "seen": len(found),
         },
     )
-    return Portion(plan, len(there), len(skipped), is_last=state[0][0] == "DONE")
+    return Portion(plan, len(ours), len(skipped), is_last=state[0][0] == "DONE", locked=len(locked))

@@ -185,7 +185,7 @@ def _read(plan_id: object, *, locking: str = "") -> Steps[PlanRecord]:
 
 
 def _record(row: Row) -> PlanRecord:
-    id_, domain, action, chosen, result, seconds, state, total, moved, skipped, groups, *rest = row
+    id_, domain, action, chosen, result, seconds, state, total, moved, skipped, locked, groups, *rest = row
     found = loads(chosen)
     ids = found.get("command_ids")
     return PlanRecord(
@@ -204,6 +204,7 @@ def _record(row: Row) -> PlanRecord:
         total,
         moved,
         skipped,
+        locked,
         [PlanGroup(*group) for group in loads(groups)],
         *rest,
     )

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields, replace
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, NamedTuple
 
 from commandbus import sql
 from commandbus.errors import InvalidCommandError
-from commandbus.flow.operation import Row, Statement, Steps, operation
+from commandbus.flow.operation import Operation, Row, Statement, Steps, operation, then
 from commandbus.model import names
 from commandbus.model.page import MAX_ID, Page, cut, id_of
 from commandbus.model.payload import loads_or_none
 from commandbus.model.process import (
     ProcessRecord,
     ProcessStatus,
+    ProcessSummary,
     SignalRecord,
     StepRecord,
     StepStatus,
@@ -22,6 +24,38 @@ from commandbus.model.process import (
 )
 
 BUDGET = 20_000  # processes that one call looks at
+ANY_LENGTH = 1_000_000_000
+
+
+class Bounds(NamedTuple):
+    """How much of a process is read: `longest` bytes of its data and state (None: any), so many steps and other
+    lines of its trail, and so much of what it waits for."""
+
+    longest: int | None = None
+    outstanding: int | None = None
+    troubles: int | None = None
+    characters: int = ANY_LENGTH
+    steps: int | None = None
+    lines: int | None = None
+    longest_line: int | None = None
+
+    def of_rows(self) -> dict[str, int | None]:
+        """The parameters of processes/query_processes.sql."""
+        return {
+            "longest": self.longest,
+            "steps": self.outstanding,
+            "troubles": self.troubles,
+            "characters": self.characters,
+        }
+
+
+WHOLE = Bounds()
+ROW = Bounds(longest=0, outstanding=5, troubles=1, characters=500)
+"""A line of a list."""
+VIEW = Bounds(
+    longest=262_144, outstanding=20, troubles=20, characters=2_000, steps=500, lines=100, longest_line=4_000
+)
+"""A page."""
 
 
 @operation(atomic=False)
@@ -34,6 +68,7 @@ def query_processes(
     batch_id: str | None = None,
     limit: int = 50,
     cursor: str | None = None,
+    bounds: Bounds = WHOLE,
 ) -> Steps[Page[ProcessRecord]]:
     """Processes that match, newest first."""
     status = status.upper() if isinstance(status, str) else status
@@ -61,6 +96,7 @@ def query_processes(
             "limit": limit + 1,
             "before_id": before,
             "after_id": end or 0,
+            **bounds.of_rows(),
         },
     )
     if end is not None and len(rows) <= limit:
@@ -68,28 +104,44 @@ def query_processes(
     return cut([_record(row) for row in rows], limit, lambda record: record.id)
 
 
+def list_summaries(**filters: Any) -> Operation[Page[ProcessSummary]]:
+    """Processes that match, newest first, without what they carry."""
+    return then(
+        query_processes(**filters, bounds=ROW),
+        lambda page: Page([_summary(item) for item in page], page.next_cursor, page.is_partial),
+    )
+
+
 @operation(atomic=True)
-def get_process(domain: str, process_id: str) -> Steps[ProcessRecord | None]:
-    """Returns everything that is known about a process, with its trail; None if there is no such process."""
-    found = yield from query_processes(domain=names.check_domain(domain), process_id=process_id, limit=1).steps
+def get_process(domain: str, process_id: str, *, bounds: Bounds = WHOLE) -> Steps[ProcessRecord | None]:
+    """Returns everything that is known about a process, with its trail, or as much as the bounds allow; None if
+    there is no such process."""
+    found = yield from query_processes(
+        domain=names.check_domain(domain), process_id=process_id, limit=1, bounds=bounds
+    ).steps
     if not found:
         return None
     record: ProcessRecord = found[0]
-    rows = yield Statement(sql.text("processes/trail"), {"process": record.id})
-    record.steps.extend(_step(row) for row in rows)
-    signals = yield Statement(sql.text("processes/signals"), {"process": record.id})
+    params = {"process": record.id, "longest": bounds.longest_line}
+    rows = yield Statement(sql.text("processes/trail"), params | {"most": bounds.steps})
+    record.steps.extend(_step(row) for row in reversed(rows))
+    signals = yield Statement(sql.text("processes/signals"), params | {"most": bounds.lines})
     record.signals.extend(
-        SignalRecord(signal_id, name, loads_or_none(data), *rest) for signal_id, name, data, *rest in signals
+        SignalRecord(signal_id, name, loads_or_none(data), *rest)
+        for signal_id, name, data, *rest in reversed(signals)
     )
     strays = yield Statement(
-        b"SELECT id, domain, created_at, reason, message::text FROM commandbus.stray_reply "
-        b"WHERE process = %(process)s ORDER BY id",
-        {"process": record.id},
+        b"SELECT id, domain, created_at, reason, CASE WHEN %(longest)s::integer IS NULL "
+        b"OR pg_catalog.octet_length(message::text) <= %(longest)s THEN message::text END "
+        b"FROM commandbus.stray_reply WHERE process = %(process)s ORDER BY id DESC LIMIT %(most)s::bigint",
+        params | {"most": bounds.lines},
     )
     record.strays.extend(
         StrayReply(id_, of_domain, record.process_id, at, reason, loads_or_none(message))
-        for id_, of_domain, at, reason, message in strays
+        for id_, of_domain, at, reason, message in reversed(strays)
     )
+    if bounds.steps is not None and record.steps and record.steps[0].number > 1:
+        return replace(record, left_out={**record.left_out, "steps": record.steps[0].number - 1})
     return record
 
 
@@ -141,7 +193,7 @@ def _step(row: Row) -> StepRecord:
 def _record(row: Row) -> ProcessRecord:
     (id_, domain, process_id, process_type, status, is_compensating, data, state, created_at, started_at,
      updated_at, finished_at, deadline_at, batch_id, reply_to, correlation_id, failure, cancel, in_tsq,
-     outstanding, troubles, failing, parent) = row  # fmt: skip
+     outstanding, troubles, failing, parent, data_bytes, state_bytes) = row  # fmt: skip
     status = ProcessStatus(status)
     troubled: list[Mapping[str, Any]] = loads_or_none(troubles) or []
     return ProcessRecord(
@@ -167,7 +219,16 @@ def _record(row: Row) -> ProcessRecord:
         _waits_for(status, loads_or_none(outstanding) or [], troubled, loads_or_none(failing), domain),
         troubles=troubled,
         parent=loads_or_none(parent),
+        left_out={
+            name: size
+            for name, text, size in (("data", data, data_bytes), ("state", state, state_bytes))
+            if text is None and size is not None
+        },
     )
+
+
+def _summary(record: ProcessRecord) -> ProcessSummary:
+    return ProcessSummary(**{item.name: getattr(record, item.name) for item in fields(ProcessSummary)})
 
 
 def _waits_for(

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from datetime import datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from commandbus import sql
 from commandbus.flow.operation import Statement, Steps
 from commandbus.model import payload
 from commandbus.model.command import new_command_id
-from commandbus.processes.manager import ProcessView
+
+if TYPE_CHECKING:
+    from commandbus.processes.manager import ProcessView
 
 
 def send_message(

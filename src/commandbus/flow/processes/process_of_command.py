@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from commandbus import sql
 from commandbus.flow.operation import Statement, Steps, operation
-from commandbus.flow.processes.inspect import get_process
+from commandbus.flow.processes.inspect import WHOLE, Bounds, get_process
 from commandbus.model import names
 from commandbus.model.process import ProcessRecord
 from commandbus.quick_dataclass import dataclass
@@ -32,7 +32,7 @@ def process_of(command: int) -> Steps[PartOfProcess | None]:
 
 
 @operation(atomic=True)
-def get_process_of(domain: str, command_id: str) -> Steps[ProcessRecord | None]:
+def get_process_of(domain: str, command_id: str, *, bounds: Bounds = WHOLE) -> Steps[ProcessRecord | None]:
     """The process that a command, given by its name, belongs to; None if it belongs to none."""
     rows = yield Statement(
         b"SELECT id FROM commandbus.command WHERE domain = %(domain)s AND command_id = %(command_id)s",
@@ -41,5 +41,5 @@ def get_process_of(domain: str, command_id: str) -> Steps[ProcessRecord | None]:
     for (id_,) in rows:
         part = yield from process_of(id_).steps
         if part is not None:
-            return (yield from get_process(part.domain, part.process_id).steps)
+            return (yield from get_process(part.domain, part.process_id, bounds=bounds).steps)
     return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from commandbus import sql
 from commandbus.flow.batches.fold_and_complete import fold_now
@@ -10,7 +10,9 @@ from commandbus.flow.commands.reply import Reply, deliver
 from commandbus.flow.operation import Statement, Steps
 from commandbus.flow.processes.messages import dump
 from commandbus.model.process import ProcessStatus
-from commandbus.processes.manager import ProcessView
+
+if TYPE_CHECKING:
+    from commandbus.processes.manager import ProcessView
 
 _OUTCOMES = {ProcessStatus.COMPLETED: "SUCCESS", ProcessStatus.CANCELED: "CANCELED"}
 _UNDONE = {ProcessStatus.COMPENSATED: "SUCCESS", ProcessStatus.CANCELED: "SUCCESS"}

@@ -21,7 +21,7 @@ from commandbus.errors import (
 )
 from commandbus.flow.commands.operate import OperatorAction
 from commandbus.flow.limits.declare import note_action
-from commandbus.flow.limits.inspect import ControlAction
+from commandbus.flow.limits.inspect import ControlAction, actions_on
 from commandbus.flow.operation import Statement, Steps, operation
 from commandbus.flow.schedules.declare import store, tell
 from commandbus.flow.schedules.fire import Decided, fire_steps
@@ -215,12 +215,7 @@ def next_firings(domain: str, name: str, *, count: int) -> Steps[list[datetime]]
 @operation(atomic=False)
 def list_actions(domain: str, name: str, *, limit: int) -> Steps[list[ControlAction]]:
     """Who did what to a schedule, newest first."""
-    rows = yield Statement(
-        b"SELECT subject, action, operator, reason, details, performed_at FROM commandbus.control_action "
-        b"WHERE subject = %(subject)s ORDER BY id DESC LIMIT %(limit)s",
-        {"subject": _subject(domain, name), "limit": limit},
-    )
-    return [ControlAction(*row) for row in rows]
+    return (yield from actions_on([_subject(domain, name)], limit))
 
 
 # --- rows --------------------------------------------------------------------------------------------------------

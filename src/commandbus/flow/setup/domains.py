@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from datetime import datetime
+from typing import TYPE_CHECKING
 
 from psycopg import errors as pg
 
 from commandbus import sql
 from commandbus.errors import MissingPrivilegeError
 from commandbus.flow.operation import Statement, Steps, no_schema, operation
-from commandbus.flow.queues.messages import refuse_domains
+from commandbus.lazy import lazy
 from commandbus.model import roles
 from commandbus.model.names import check_domain, check_queue, pgmq_table, queue_of
 from commandbus.quick_dataclass import dataclass
+
+if TYPE_CHECKING:
+    from commandbus.flow.queues import messages
+else:
+    messages = lazy("commandbus.flow.queues.messages")  # only for plain queues
 
 SAFE_PATH = b"SET LOCAL search_path = pg_catalog, pg_temp"
 """Valid until the transaction ends. PGMQ's functions call others by bare names, and must find PGMQ's own."""
@@ -37,7 +43,7 @@ def create_domain(domain: str) -> Steps[bool]:
 @operation(atomic=True)
 def create_queue(queue: str) -> Steps[None]:
     """Create a plain PGMQ queue, such as one for replies."""
-    refuse_domains("create_queue", check_queue(queue, what="queue"))
+    messages.refuse_domains("create_queue", check_queue(queue, what="queue"))
     yield from _create_queue(queue)
     yield Statement(
         b"INSERT INTO commandbus.setting (name, value) VALUES ('queue.' || %(queue)s, 'reply') "
@@ -49,7 +55,7 @@ def create_queue(queue: str) -> Steps[None]:
 @operation(atomic=True)
 def drop_queue(queue: str) -> Steps[bool]:
     """Drop a PGMQ queue and its archive with all their messages. Returns False if there was none."""
-    refuse_domains("drop_queue", queue)
+    messages.refuse_domains("drop_queue", queue)
     ((exists, _),) = yield Statement(sql.text("queues/shape"), {"table": f"pgmq.{pgmq_table(queue)}"})
     if not exists:  # PGMQ 1.5 does not check this
         return False

@@ -15,7 +15,7 @@ time, it waits longer for them, because no send waits behind that; but not for e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from psycopg import errors as pg
@@ -26,10 +26,10 @@ from commandbus.errors import MissingPrivilegeError, SchemaError
 from commandbus.flow.operation import Plan, Statement, Steps, operation
 from commandbus.flow.setup.domains import SAFE_PATH, create_steps
 from commandbus.flow.setup.roles import grant_again
+from commandbus.flow.setup.schema_state import SchemaState, look_now
 from commandbus.model.durations import format_seconds
 from commandbus.model.reconnect_backoff import Backoff
 from commandbus.model.timeouts import MIGRATION_WAIT_SECONDS
-from commandbus.quick_dataclass import dataclass
 
 LOCK = 0x636D6462_75730001  # 'cmdbus' and a purpose: an arbitrary constant, the same in all releases
 
@@ -49,28 +49,6 @@ CREATE TABLE IF NOT EXISTS commandbus.migration (
     is_compatible  boolean NOT NULL DEFAULT false
 );
 """
-_APPLIED = b"SELECT number, is_compatible FROM commandbus.migration ORDER BY number"
-
-
-@dataclass(frozen=True, slots=True)
-class SchemaState:
-    """What a database has, and what this release would add.
-
-    `newer` are applied migrations that this release does not know; they are compatible with it. `incompatible` are
-    missing migrations after which older programs cannot start.
-    """
-
-    applied: tuple[int, ...]
-    missing: tuple[int, ...]
-    pgmq_version: str | None
-    pgmq_way: str | None
-    newer: tuple[int, ...] = ()
-    incompatible: tuple[int, ...] = ()
-
-    @property
-    def is_current(self) -> bool:
-        """Nothing is missing."""
-        return not self.missing
 
 
 class _BusyError(SchemaError):
@@ -143,7 +121,7 @@ def _migrate_once(domains: Sequence[str]) -> Steps[SchemaState]:
 
 
 def _migrate(domains: Sequence[str]) -> Steps[SchemaState]:
-    state = yield from _look()
+    state = yield from look_now()
     if state.missing and state.newer:
         raise SchemaError(
             f"this database's commandbus schema lacks migration {state.missing[0]} but has {state.newer[0]}, "
@@ -177,13 +155,6 @@ def _migrate(domains: Sequence[str]) -> Steps[SchemaState]:
     for domain in domains:
         yield from create_steps(domain)
     return state
-
-
-@operation(atomic=False)
-def look() -> Steps[SchemaState]:
-    """Returns what this database has, and changes nothing. Raises SchemaError if this release cannot work with
-    it."""
-    return (yield from _look())
 
 
 def script() -> str:
@@ -221,42 +192,3 @@ def script() -> str:
     )
     parts.append("COMMIT;\n")
     return "\n\n".join(parts)
-
-
-def _look() -> Steps[SchemaState]:
-    try:
-        return (yield from _state())
-    except pg.InsufficientPrivilege as error:
-        raise MissingPrivilegeError(
-            f"this role may not look at the commandbus schema ({error.diag.message_primary}); grant it one of the "
-            f"roles of `commandbus roles`"
-        ) from None
-
-
-def _state() -> Steps[SchemaState]:
-    known = sql.migrations()
-    (exists,) = (yield Statement(b"SELECT pg_catalog.to_regclass('commandbus.migration') IS NOT NULL"))[0]
-    if not exists:
-        return SchemaState((), tuple(known), None, None, incompatible=tuple(known))
-    found: dict[int, bool] = dict((yield Statement(_APPLIED)))
-    applied = tuple(found)
-    settings: dict[str, str] = {}
-    if applied:
-        rows = yield Statement(b"SELECT name, value FROM commandbus.setting WHERE name LIKE 'pgmq%%'", {})
-        settings = dict(rows)
-    missing = tuple(number for number in known if number not in applied)
-    incompatible = tuple(number for number in missing if not sql.is_compatible(known[number][1]))
-    newer = {number: is_compatible for number, is_compatible in found.items() if number > max(known)}
-    _refuse_newer(newer)
-    pgmq_version, pgmq_way = settings.get("pgmq_version"), settings.get("pgmq_way")
-    return SchemaState(applied, missing, pgmq_version, pgmq_way, tuple(newer), incompatible)
-
-
-def _refuse_newer(newer: Mapping[int, bool]) -> None:
-    """The error that names the first migration that is not compatible with this release."""
-    if strange := [number for number, is_compatible in newer.items() if not is_compatible]:
-        raise SchemaError(
-            f"this database's commandbus schema is at migration {max(newer)}, newer than this release knows "
-            f"({max(sql.migrations())}), and migration {strange[0]} is not compatible with older releases; "
-            f"install a newer commandbus"
-        )

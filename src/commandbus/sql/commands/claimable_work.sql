@@ -2,7 +2,7 @@
 -- person. Counts up to a given number. A paused domain has nothing to claim. A message waits from the moment at which it
 -- could be claimed, but at the earliest from when it was sent.
 --
--- Locks: none. Indexes: q_*_vt_idx up to now, tsq_domain_type.
+-- Locks: none. Indexes: q_*_vt_idx up to now; tsq_domain_type, whose columns are compared as a row, which only this index offers.
 WITH claimable AS (
     SELECT greatest(q.vt - shift, q.enqueued_at, 'epoch') AS since
       FROM {bands}
@@ -20,4 +20,9 @@ WITH claimable AS (
 SELECT (SELECT pg_catalog.count(*) FROM claimable),
        (SELECT extract(epoch FROM pg_catalog.now() - pg_catalog.min(since))::float8
           FROM claimable),
-       (SELECT pg_catalog.count(*) FROM commandbus.tsq WHERE domain = %(domain)s)
+       (SELECT pg_catalog.count(*)
+          FROM (SELECT t.domain FROM commandbus.tsq t
+                 WHERE (t.domain, t.command_type, t.command) > (%(domain)s, '', 0)
+                 ORDER BY t.domain, t.command_type, t.command
+                 LIMIT %(most)s) troubled
+         WHERE troubled.domain = %(domain)s)

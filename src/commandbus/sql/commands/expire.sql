@@ -1,18 +1,21 @@
 -- Ends commands that have not started in time and that no worker runs: CANCELED, with an attempt row that says EXPIRED.
 -- Returns what a reply needs. For a PENDING command that a worker holds or that is locked, returns only the id: ask again.
 --
--- Locks: queue rows, SKIP LOCKED, then command rows, found by the message that names them. Indexes: the command's key, the
+-- Locks: queue rows, then their command rows, those that nobody else has locked. Indexes: the command's key, the
 -- queue's key. The caller's next statement deletes the rows of `parked`.
 WITH target AS MATERIALIZED (
     SELECT id, msg_id FROM commandbus.command
      WHERE id = ANY (%(ids)s::bigint[]) AND status OPERATOR(pg_catalog.=) 'PENDING' AND expires_at <= pg_catalog.now()
 ), free AS MATERIALIZED (
     SELECT q.msg_id
-      FROM pgmq.{queue} q
-     WHERE q.msg_id = ANY (ARRAY(SELECT msg_id FROM target))
-       AND NOT COALESCE(q.headers ? 'held_by'::text, false)
-     ORDER BY q.msg_id
-       FOR UPDATE SKIP LOCKED
+      FROM target t
+     CROSS JOIN LATERAL (
+           SELECT q.msg_id FROM pgmq.{queue} q
+            WHERE q.msg_id = t.msg_id AND NOT COALESCE(q.headers ? 'held_by'::text, false)
+              FOR UPDATE SKIP LOCKED) q
+     CROSS JOIN LATERAL (
+           SELECT c.id FROM commandbus.command c WHERE c.id = t.id
+              FOR NO KEY UPDATE SKIP LOCKED) c
 ), gone AS (
     DELETE FROM pgmq.{queue} WHERE msg_id = ANY (ARRAY(SELECT msg_id FROM free))
     RETURNING msg_id, read_ct, (message ->> 'command'::text)::bigint AS command

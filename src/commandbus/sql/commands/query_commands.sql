@@ -6,7 +6,10 @@ SELECT c.id, c.domain, c.command_id, c.command_type, c.status::text, c.data::tex
        c.finished_at, c.worker, c.msg_id, a.error_type, a.error_code, a.error, c.timeout,
        (SELECT b.batch_id FROM commandbus.batch b WHERE b.id = c.batch), c.waived,
        CASE WHEN c.alone THEN 'alone' WHEN c.suspect IS NOT NULL THEN 'suspect' WHEN c.quarantine THEN 'quarantine' END,
-       c.expires_at, c.on_exhausted, c.snoozes, c.priority, c.key_limit, c.key
+       c.expires_at, c.on_exhausted, c.snoozes, c.priority, c.key_limit, c.key, c.unique_rule::text,
+       CASE WHEN c.unique_rule IS NOT NULL
+            THEN EXISTS (SELECT FROM commandbus.unique_key u
+                          WHERE u.domain = c.domain AND u.key = c.unique_rule ->> 'key'::text AND u.command = c.id) END
   FROM commandbus.command c
   LEFT JOIN LATERAL (
        SELECT error_type, error_code, error FROM commandbus.attempt

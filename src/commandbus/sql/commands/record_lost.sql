@@ -1,6 +1,6 @@
 -- Records the attempts of workers that vanished, and what that costs their commands (model/suspects.py). A claim has
--- found these attempts under "before" in the queue row's headers. Returns those that somebody asked to cancel since
--- this worker claimed them.
+-- found these attempts under "before" in the queue row's headers. Returns the messages that somebody asked to cancel since
+-- this worker claimed them, and the command of each attempt that was recorded.
 --
 -- Locks: queue rows that this worker holds (only a renewal by the same worker writes them, too), then command rows, then
 -- new attempt rows. Indexes: the queue's key, the command's key. Idempotent: a second run finds no "before".
@@ -25,5 +25,8 @@ WITH input AS MATERIALIZED (
     SELECT i.c, i.n, 'LOST', i.w, i.s, 'WorkerLost', 'WORKER_LOST', i.e
       FROM cleared q JOIN input i ON i.m = q.msg_id AND i.r = q.read_ct
     ON CONFLICT DO NOTHING
+    RETURNING command
 )
-SELECT msg_id, cancel ->> 'by'::text, cancel ->> 'reason'::text FROM cleared WHERE cancel IS NOT NULL
+SELECT msg_id, cancel ->> 'by'::text, cancel ->> 'reason'::text, NULL::bigint FROM cleared WHERE cancel IS NOT NULL
+UNION ALL
+SELECT NULL, NULL, NULL, command FROM lost

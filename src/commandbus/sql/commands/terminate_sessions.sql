@@ -6,7 +6,7 @@
 -- itself, perhaps to another database. A process id alone may belong to another session by now.
 SELECT pid, CASE WHEN usename = current_user THEN pg_catalog.pg_terminate_backend(pid) END
   FROM pg_catalog.pg_stat_activity
- WHERE backend_type = 'client backend'
+ WHERE (backend_type = 'client backend' OR backend_type IS NULL)  -- a session of another role hides its kind
    AND pid <> pg_catalog.pg_backend_pid()
    AND (pg_catalog.starts_with(application_name, %(prefix)s) AND datname = pg_catalog.current_database()
         OR EXISTS (SELECT FROM unnest(%(pids)s::integer[], %(started)s::bigint[]) AS known (pid, started)

@@ -1,7 +1,7 @@
 -- An operator ends commands in the troubleshooting queue: CANCELED, or COMPLETED with a result given by hand.
 -- Returns what a reply, a batch and a process need.
 --
--- Locks: tsq rows in key order, then command rows. Index: tsq's key or tsq_domain_type.
+-- Locks: tsq rows in key order ({locking} may pass locked ones by), then command rows. Index: tsq's key or tsq_domain_type.
 WITH picked AS MATERIALIZED (
     SELECT t.command
       FROM commandbus.tsq t
@@ -12,7 +12,7 @@ WITH picked AS MATERIALIZED (
        AND (%(entered_before)s::timestamptz IS NULL OR t.entered_at < %(entered_before)s)
      ORDER BY t.command
      LIMIT %(limit)s
-       FOR UPDATE
+       FOR UPDATE {locking}
 ), gone AS (
     DELETE FROM commandbus.tsq WHERE command IN (SELECT command FROM picked)
 ), moved AS (

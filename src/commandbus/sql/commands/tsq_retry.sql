@@ -4,7 +4,7 @@
 -- its worker stays in quarantine. A command with a key joins the line of its key again, at its old place: it is hidden until its turn
 -- comes.
 --
--- Locks: tsq rows in key order (if two operators act, the second waits, then finds nothing), then the new queue rows, then
+-- Locks: tsq rows in key order (if two operators act, the second waits, then finds nothing; {locking} may pass locked ones by), then the new queue rows, then
 -- command rows. Index: tsq's key or tsq_domain_type; attempt's key.
 WITH picked AS MATERIALIZED (
     SELECT t.command
@@ -16,7 +16,7 @@ WITH picked AS MATERIALIZED (
        AND (%(entered_before)s::timestamptz IS NULL OR t.entered_at < %(entered_before)s)
      ORDER BY t.command
      LIMIT %(limit)s
-       FOR UPDATE
+       FOR UPDATE {locking}
 ), gone AS (
     DELETE FROM commandbus.tsq WHERE command IN (SELECT command FROM picked)
 ), queued AS (

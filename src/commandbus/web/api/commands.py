@@ -13,6 +13,7 @@ from commandbus.flow.commands.failures import FailureGroup
 from commandbus.flow.commands.find_id import FoundId
 from commandbus.flow.commands.history import AttemptRecord, StuckAttempt
 from commandbus.flow.commands.inspect import RejectedMessage
+from commandbus.flow.commands.stuck_groups import StuckGroup
 from commandbus.flow.commands.why_waiting import WhyWaiting
 from commandbus.model.command import AuditEntry, CommandRecord, CommandStatus, TsqEntry
 from commandbus.model.ledger import Ledger
@@ -71,7 +72,12 @@ def add_routes(router: APIRouter, console: Console) -> None:
         wanted = read_search(search, now=datetime.now(UTC))
         wanted = wanted if wanted.id is None else wanted.for_text()
         found = await bus.query_commands(wanted.query, limit=limit, cursor=cursor)
-        return Page([CommandRow.model_validate(item) for item in found], found.next_cursor, found.is_partial)
+        return Page(
+            [CommandRow.model_validate(item) for item in found],
+            found.next_cursor,
+            found.is_partial,
+            found.reached_at,
+        )
 
     @router.get("/find")
     async def find(id: Id, domain: Domain | None = None) -> list[FoundId]:  # noqa: A002 - the link's own name
@@ -127,6 +133,11 @@ def add_routes(router: APIRouter, console: Console) -> None:
     async def stuck(limit: Limit = 50, cursor: Cursor = None) -> Page[StuckAttempt]:
         """Attempts that had to be stopped, newest first."""
         return await bus.list_stuck(limit=limit, cursor=cursor)
+
+    @router.get("/stuck/groups")
+    async def stuck_groups(limit: Limit = 50) -> Page[StuckGroup]:
+        """Where in the application's own code attempts hung, the place that was seen last first."""
+        return await bus.list_stuck_groups(limit=limit)
 
     @router.get("/rejected")
     async def rejected(

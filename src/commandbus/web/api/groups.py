@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from fastapi import APIRouter
 
 from commandbus.errors import CommandNotFoundError
+from commandbus.flow.batches.operate import list_actions
+from commandbus.flow.limits.inspect import ControlAction
 from commandbus.model.batch import BatchRecord
 from commandbus.model.command import CommandRecord, CommandStatus
 from commandbus.model.page import Page
-from commandbus.model.process import ProcessRecord
+from commandbus.model.process import ProcessRecord, ProcessSummary
 from commandbus.model.process_graph import ProcessGraph, process_graph
 from commandbus.web.api.parameters import Cursor, Domain, Id, Limit
 from commandbus.web.console import Console
@@ -59,7 +61,14 @@ def add_routes(router: APIRouter, console: Console) -> None:
     ) -> Page[BatchMember]:
         """The commands of a batch, newest first; with `status`, only those that have it."""
         found = await bus.batches.list_commands(domain, id, status, limit=limit, cursor=cursor)
-        return Page([BatchMember.of(item) for item in found], found.next_cursor, found.is_partial)
+        return Page(
+            [BatchMember.of(item) for item in found], found.next_cursor, found.is_partial, found.reached_at
+        )
+
+    @router.get("/batch/actions")
+    async def batch_actions(domain: Domain, id: Id, limit: Limit = 50) -> list[ControlAction]:  # noqa: A002
+        """Who closed, canceled and retried a batch, newest first."""
+        return await bus.run(list_actions(domain, id, limit=limit))
 
     @router.get("/batch")
     async def batch(domain: Domain, id: Id) -> BatchRecord:  # noqa: A002
@@ -70,22 +79,23 @@ def add_routes(router: APIRouter, console: Console) -> None:
         return record
 
     @router.get("/processes")
-    async def processes(limit: Limit = 50, cursor: Cursor = None) -> Page[ProcessRecord]:
-        """Processes, newest first."""
-        return await bus.query_processes(limit=limit, cursor=cursor)
+    async def processes(limit: Limit = 50, cursor: Cursor = None) -> Page[ProcessSummary]:
+        """Processes, newest first, without their data and state."""
+        return await bus.processes.summaries(limit=limit, cursor=cursor)
 
     @router.get("/process/graph")
     async def graph(domain: Domain, id: Id) -> ProcessGraph:  # noqa: A002
         """The steps of a process as a graph, what it waits for, and what a cancel would undo."""
-        record = await bus.get_process(domain, id)
+        record = await bus.processes.view(domain, id)
         if record is None:
             raise CommandNotFoundError(f"no process {id!r} in domain {domain!r}")
         return process_graph(record)
 
     @router.get("/process")
     async def process(domain: Domain, id: Id) -> ProcessRecord:  # noqa: A002
-        """One process with its steps."""
-        record = await bus.get_process(domain, id)
+        """One process with its last 500 steps, without their data and results (`/api/command` has them). Data and
+        state of more than 256 KiB are left out; `left_out` says that."""
+        record = await bus.processes.view(domain, id)
         if record is None:
             raise CommandNotFoundError(f"no process {id!r} in domain {domain!r}")
         return record

@@ -7,6 +7,8 @@ from datetime import datetime
 from fastapi import APIRouter
 from pydantic import BaseModel
 
+from commandbus.flow.keys.operate import list_actions
+from commandbus.flow.limits.inspect import ControlAction
 from commandbus.model.effect import EffectRecord
 from commandbus.model.key_limit import KeyLimit
 from commandbus.model.page import Page
@@ -28,6 +30,16 @@ class KeyLineOut(BaseModel):
     next_seconds: float | None
 
 
+class KeyOverrideOut(BaseModel):
+    """Another concurrency of one key, until a moment."""
+
+    domain: str
+    key_limit: str
+    key: str | None
+    concurrency: int
+    ends_at: datetime
+
+
 def add_routes(router: APIRouter, console: Console) -> None:
     """The routes of this module."""
     bus = console.reading
@@ -42,6 +54,17 @@ def add_routes(router: APIRouter, console: Console) -> None:
         """The keys of a key limit that have unfinished commands, those with the most waiting first."""
         found = await bus.key_limits.lines(domain, name, limit=limit)
         return [KeyLineOut(**line._asdict()) for line in found]
+
+    @router.get("/key/overrides")
+    async def overrides(domain: Domain, name: Name, limit: Limit = 50) -> list[KeyOverrideOut]:
+        """The keys of a key limit that have another concurrency for some time. `key` is null for all others."""
+        found = await bus.key_limits.overrides(domain, name, limit=limit)
+        return [KeyOverrideOut(**item._asdict()) for item in found]
+
+    @router.get("/key/actions")
+    async def actions(domain: Domain, name: Name, limit: Limit = 50) -> list[ControlAction]:
+        """What people did to a key limit, newest first."""
+        return await bus.run(list_actions(domain, name, limit=limit))
 
     @router.get("/effects")
     async def effects(

@@ -16,7 +16,7 @@ from commandbus.web.pages.page_route import PageRoutes
 
 ACTIONS = (
     "RETRY", "CANCEL", "COMPLETE", "PRIORITY", "RESOLVE_EFFECT", "PAUSE", "RESUME", "OPEN", "CLOSE", "RESET",
-    "SET", "UNSET",
+    "SET", "UNSET", "OVERRIDE", "END_OVERRIDE", "DELETE", "START", "STOP", "RECYCLE",
 )  # fmt: skip
 
 

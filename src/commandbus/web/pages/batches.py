@@ -10,6 +10,7 @@ from fastapi.responses import Response
 
 from commandbus.bus import AsyncCommandBus
 from commandbus.errors import CommandNotFoundError
+from commandbus.flow.batches.operate import list_actions
 from commandbus.model.batch import BatchRecord
 from commandbus.model.command import CommandRecord, CommandStatus
 from commandbus.model.page import Page
@@ -17,6 +18,7 @@ from commandbus.web.console import Console
 from commandbus.web.pages.page_route import PageRoutes
 
 FIRST: Final = 20
+MOST_ACTIONS: Final = 20
 LONGEST_SECONDS: Final = 10 * 365 * 86400.0
 
 
@@ -56,8 +58,16 @@ def routes(console: Console) -> PageRoutes:
         first = {} if status is not None or cursor is not None else await _troubled(bus, record)
         eta = record.eta_seconds
         done_at = None if eta is None else datetime.now(UTC) + timedelta(seconds=min(eta, LONGEST_SECONDS))
+        actions = await bus.run(list_actions(domain, id, limit=MOST_ACTIONS))
         return console.page(
-            request, "batch.html", record=record, page=page, troubled=first, status=status, done_at=done_at
+            request,
+            "batch.html",
+            record=record,
+            page=page,
+            troubled=first,
+            status=status,
+            done_at=done_at,
+            actions=actions,
         )
 
     return {"/batches": batches, "/batch": batch}

@@ -11,8 +11,13 @@ from fastapi.responses import RedirectResponse, Response
 
 from commandbus.errors import CommandNotFoundError
 from commandbus.flow.commands.find_id import FoundId
+from commandbus.flow.commands.query_filters import check_query
+from commandbus.flow.processes.inspect import VIEW
+from commandbus.flow.processes.process_of_command import get_process_of
 from commandbus.model.copied_command import copies_of
 from commandbus.web.console import Console
+from commandbus.web.event_stream import EventStream
+from commandbus.web.keep_looking import keep_looking
 from commandbus.web.ledger_chart import chart_of
 from commandbus.web.pages.page_route import PageRoutes
 from commandbus.web.rendering import query
@@ -49,6 +54,13 @@ def routes(console: Console) -> PageRoutes:
             statuses=STATUSES,
         )
 
+    async def events(request: Request, cursor: str, search: str = "") -> Response:
+        """The rest of a search, for the page that is open."""
+        wanted = read_search(search, now=datetime.now(UTC))
+        query = (wanted if wanted.id is None else wanted.for_text()).query
+        check_query(query, 1, cursor)
+        return EventStream(keep_looking(console, query, cursor, str(request.scope.get("root_path", ""))))
+
     async def command(request: Request, domain: str, id: str) -> Response:  # noqa: A002 - the link's own
         """One command, its attempts and its trail."""
         record = await bus.get_command(domain, id)
@@ -61,7 +73,7 @@ def routes(console: Console) -> PageRoutes:
             record=record,
             trail=(await bus.get_audit_trail(domain, id)).items,
             attempts=(await bus.get_attempts(domain, id)).items,
-            process=await bus.processes.get_by_command(domain, id),
+            process=await bus.run(get_process_of(domain, id, bounds=VIEW)),
             effects=(await bus.commands.get_effects(domain, id)).items,
             checkpoint=await bus.commands.get_checkpoint(domain, id),
             waiting=await bus.why_waiting(domain, id),
@@ -69,7 +81,7 @@ def routes(console: Console) -> PageRoutes:
             copies=copies_of(record),
         )
 
-    return {"/commands": commands, "/command": command}
+    return {"/commands": commands, "/commands/events": events, "/command": command}
 
 
 def link_of(found: FoundId) -> str:

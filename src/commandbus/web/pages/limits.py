@@ -12,6 +12,7 @@ from commandbus.errors import CommandNotFoundError
 from commandbus.flow.limits.inspect import list_actions
 from commandbus.web.charts import backoff_chart
 from commandbus.web.console import Console
+from commandbus.web.limit_form import limit_options
 from commandbus.web.pages.page_route import PageRoutes
 
 MOST_ACTIONS: Final = 50
@@ -35,7 +36,8 @@ def routes(console: Console) -> PageRoutes:
         """One limit: who holds its permits, its line, and its back-offs."""
         detail = await bus.limit_detail(name)
         chart = backoff_chart(detail.backoffs, datetime.now(UTC))
-        return console.page(request, "limit.html", item=detail.limit, detail=detail, chart=chart)
+        options = limit_options(detail.limit)
+        return console.page(request, "limit.html", item=detail.limit, detail=detail, chart=chart, options=options)
 
     async def breaker(request: Request, name: str) -> Response:
         """The breaker of one command type, and what happened to it."""

@@ -18,11 +18,11 @@ def routes(console: Console) -> PageRoutes:
 
     async def processes(request: Request, cursor: str | None = None) -> Response:
         """Processes, newest first."""
-        return console.page(request, "processes.html", page=await bus.query_processes(cursor=cursor))
+        return console.page(request, "processes.html", page=await bus.processes.summaries(cursor=cursor))
 
     async def process(request: Request, domain: str, id: str) -> Response:  # noqa: A002
         """One process and its steps."""
-        record = await bus.get_process(domain, id)
+        record = await bus.processes.view(domain, id)
         if record is None:
             raise CommandNotFoundError(f"no process {id!r} in domain {domain!r}")
         graph = process_graph(record)

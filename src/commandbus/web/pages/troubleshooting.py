@@ -55,6 +55,7 @@ def routes(console: Console) -> PageRoutes:
 
     async def stuck(request: Request, cursor: str | None = None) -> Response:
         """Attempts that had to be stopped."""
-        return console.page(request, "stuck.html", page=await bus.list_stuck(cursor=cursor))
+        groups = None if cursor is not None else await bus.list_stuck_groups()
+        return console.page(request, "stuck.html", page=await bus.list_stuck(cursor=cursor), groups=groups)
 
     return {"/troubleshooting": troubleshooting, "/stuck": stuck}

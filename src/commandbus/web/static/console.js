@@ -92,7 +92,57 @@ function offerCopies() {
   }
 }
 
+// A list with boxes has one for all of them, and says how many are selected.
+function countSelection() {
+  const all = document.querySelector("input[data-all]");
+  if (!all) return;
+  const boxes = [...document.querySelectorAll(`input[name="${CSS.escape(all.dataset.all)}"]`)];
+  const told = document.querySelector(`[data-count="${CSS.escape(all.dataset.all)}"]`);
+  if (!boxes.length) return;
+  all.hidden = false;
+  const count = () => {
+    const chosen = boxes.filter((box) => box.checked).length;
+    all.checked = chosen === boxes.length;
+    all.indeterminate = chosen > 0 && !all.checked;
+    if (told) told.textContent = chosen ? `${chosen} selected.` : "";
+  };
+  all.addEventListener("change", () => { for (const box of boxes) box.checked = all.checked; count(); });
+  for (const box of boxes) box.addEventListener("change", count);
+  count(); // a browser may bring back what was selected before
+}
+
+// A search that has not seen all goes on by itself, says how far it is, and can be stopped.
+function keepLooking() {
+  const part = document.querySelector("[data-continue]");
+  const found = document.getElementById("found");
+  if (!part || !found) return;
+  const [stop, told, link] = ["[data-stop]", "[data-reached]", "a.more"].map((one) => part.querySelector(one));
+  const events = new EventSource(part.dataset.continue);
+  const end = (text) => { events.close(); stop.hidden = true; if (text) told.append(` ${text}`); };
+  stop.hidden = false;
+  stop.addEventListener("click", () => end("Stopped."));
+  events.addEventListener("rows", (event) => {
+    const made = new DOMParser().parseFromString(`<table><tbody>${event.data}</tbody></table>`, "text/html");
+    found.querySelector("[data-empty]")?.remove();
+    found.append(...made.querySelectorAll("tr"));
+    showLocalTimes(found);
+  });
+  events.addEventListener("reached", (event) => {
+    told.replaceChildren(...new DOMParser().parseFromString(event.data, "text/html").body.childNodes);
+    showLocalTimes(told);
+    const next = new URL(link.href);
+    if (event.lastEventId) next.searchParams.set("cursor", event.lastEventId);
+    link.href = next.href;
+    link.hidden = !event.lastEventId;
+  });
+  events.addEventListener("end", () => end(""));
+  events.addEventListener("trouble", (event) => end(event.data));
+  events.onerror = () => end("The console does not answer.");
+}
+
 showLocalTimes(document);
+keepLooking();
+countSelection();
 offerCopies();
 watchNow();
 openWhenPossible();

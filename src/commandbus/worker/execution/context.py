@@ -19,7 +19,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager, contextmanager
 from datetime import UTC, datetime, timedelta
-from typing import Any, Generic, NoReturn, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, Self, TypeVar
 from uuid import UUID
 
 import psycopg
@@ -41,7 +41,7 @@ from commandbus.errors import (
 from commandbus.flow.commands.settle import settle, settle_one
 from commandbus.flow.effects.write import Checkpoint, Fenced, Write, Written
 from commandbus.flow.operation import Operation, Statement, Steps, operation
-from commandbus.limits.with_block import Hold, async_block, check_block_times, sync_block
+from commandbus.lazy import lazy
 from commandbus.model import payload
 from commandbus.model.attempt_outcome import AttemptOutcome
 from commandbus.model.command import Command
@@ -69,6 +69,12 @@ from commandbus.worker.execution.handlers import Handler
 from commandbus.worker.execution.lifespan_declarations import WorkerState
 from commandbus.worker.execution.one_transaction import OneTransaction
 from commandbus.worker.execution.outcome_forecast import forecast
+
+if TYPE_CHECKING:
+    from commandbus.limits import with_block
+    from commandbus.limits.with_block import Hold
+else:
+    with_block = lazy("commandbus.limits.with_block")  # most workers have no limits
 
 C = TypeVar("C")
 MAX_PROGRESS_BYTES = 4096
@@ -744,7 +750,7 @@ class HandlerContext(_Context):
         ladder ends a handler that ignores that. A call that comes back later raises ApiTimeoutError at the end of
         the block. `call.remaining()` returns the time that is left.
         """
-        return sync_block(self._permits(), name, *check_block_times(name, wait, timeout))
+        return with_block.sync_block(self._permits(), name, *with_block.check_block_times(name, wait, timeout))
 
     @contextmanager
     def child(self, *, timeout: Duration) -> Iterator[HandlerContext]:
@@ -933,7 +939,8 @@ class AsyncHandlerContext(_Context):
         `call_timeout`; 0 is any time) the block cancels what it awaits, and raises ApiTimeoutError: the handler
         may go on with its other calls.
         """
-        return AsyncBlock(async_block(self._permits(), name, *check_block_times(name, wait, timeout)))
+        times = with_block.check_block_times(name, wait, timeout)
+        return AsyncBlock(with_block.async_block(self._permits(), name, *times))
 
     @asynccontextmanager
     async def child(self, *, timeout: Duration) -> AsyncIterator[AsyncHandlerContext]:

@@ -12,13 +12,15 @@ import asyncio
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractAsyncContextManager, contextmanager
-from typing import Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
-from commandbus.limits.requests import Permit, PermitCall
-from commandbus.limits.with_block import Hold
 from commandbus.model.api_errors import ApiFailure
 from commandbus.model.limit_state import ApiAnswer
 from commandbus.worker.execution.attempt import Attempt, Scope
+
+if TYPE_CHECKING:
+    from commandbus.limits.requests import Permit, PermitCall
+    from commandbus.limits.with_block import Hold
 
 
 class PermitProvider(Protocol):
@@ -109,7 +111,7 @@ class HandlerPermits:
         self._provider.release(self._attempt, permit, answer, api, keeps=keeps)
 
 
-class AsyncBlock(AbstractAsyncContextManager[Hold]):
+class AsyncBlock(AbstractAsyncContextManager["Hold"]):
     """The block of an `async def` handler. A plain `with` raises an error that says so."""
 
     def __init__(self, inner: AbstractAsyncContextManager[Hold]) -> None:

@@ -20,14 +20,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, Unpack, overload
 
 from commandbus.errors import ConfigurationError, DuplicateHandlerError, UnknownCommandTypeError
-from commandbus.model.batch import ADDRESSES
 from commandbus.model.command import Command
 from commandbus.model.command_class import check_json_default, require_address
 from commandbus.model.limit import Limit
 from commandbus.model.middleware import Middleware
-from commandbus.model.names import check_domain, check_type
+from commandbus.model.names import ADDRESSES, check_domain, check_type
 from commandbus.model.retry import RetryPolicy
-from commandbus.processes.manager import BaseProcessManager, check_manager
 from commandbus.quick_dataclass import dataclass
 from commandbus.worker.execution.chunk_handlers import many_of, one_of, refuse_with_chunk
 from commandbus.worker.execution.handler_options import (
@@ -45,6 +43,7 @@ from commandbus.worker.execution.wrapped_handlers import run_to_end, wrap
 
 if TYPE_CHECKING:
     from commandbus.model.to_json import JsonDefault
+    from commandbus.processes.manager import BaseProcessManager
 
 F = TypeVar("F", bound=Callable[..., object])
 _MARK = "__commandbus_handlers__"
@@ -181,6 +180,7 @@ class HandlerRegistry(ScheduleDeclarations, MiddlewareDeclarations, LifespanDecl
 
     def register_process(self, manager: BaseProcessManager[Any]) -> Handler:
         """Let this registry's workers move the processes of a manager: its messages are commands of its type."""
+        from commandbus.processes.manager import check_manager  # most workers have no processes
         from commandbus.worker.process_messages import handler_of  # it needs contexts, and they need us
 
         check_manager(manager)

@@ -104,21 +104,27 @@ class Slots:
         else:
             self.waiting.extend(attempts)
         waiting, idle = len(self.waiting), len(self._idle)
-        for _ in range(waiting if waiting <= idle else self._pace.level - (self._budget.total - idle)):
-            self.wake_one()
-        if self.waiting:
+        wanted = waiting if waiting <= idle else self._pace.level - (self._budget.total - idle)
+        woken = sum(self._wake_one() for _ in range(wanted))
+        if (
+            self.waiting and woken < waiting
+        ):  # else each has its slot, and the ticker would only take the GIL first
             self._tick_wanted.set()
 
     def wake_one(self) -> None:
         """Wake a slot if there is work, an idle slot, and room in the budget."""
+        self._wake_one()
+
+    def _wake_one(self) -> bool:
         if not self.waiting or not self._idle or not self._budget.take(self):
-            return
+            return False
         try:
             slot = self._idle.popleft()
         except IndexError:
             self._budget.give(self)
-            return
+            return False
         slot.wake.release()
+        return True
 
     def take_back(self) -> list[Attempt]:
         """Everything that has not started."""

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import asdict
 from functools import partial
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from commandbus.clock import monotonic
 from commandbus.errors import (
@@ -33,8 +33,7 @@ from commandbus.errors import (
     TransientCommandError,
     UnknownLimitError,
 )
-from commandbus.limits.requests import Permit, PermitCall
-from commandbus.limits.with_block import TIMED_OUT
+from commandbus.lazy import lazy
 from commandbus.model import payload
 from commandbus.model.api_errors import ApiFailure
 from commandbus.model.durations import parse_seconds
@@ -44,6 +43,13 @@ from commandbus.worker.execution.attempt import NEVER, Attempt, Why
 from commandbus.worker.execution.handler_permits import PermitProvider
 from commandbus.worker.isolation.channel import ChannelError, Message
 from commandbus.worker.isolation.remote_errors import remake_api
+
+if TYPE_CHECKING:
+    from commandbus.limits import requests, with_block
+    from commandbus.limits.requests import Permit, PermitCall
+else:  # most workers have no limits
+    requests = lazy("commandbus.limits.requests")
+    with_block = lazy("commandbus.limits.with_block")
 
 ASKED: Final = frozenset({"limit", "release", "forget", "deadline"})
 """The kinds of messages that a relay hears."""
@@ -67,7 +73,7 @@ class ChildLimits:
         if run < 0 or attempt.is_fenced:
             raise _over(attempt.command_id)
         question = next(self._questions)
-        call = PermitCall(name, str(question), question, monotonic() + wait, wait, "", Future(), None)
+        call = requests.PermitCall(name, str(question), question, monotonic() + wait, wait, "", Future(), None)
         self._asked[question] = (run, call)
         try:
             self._send({"k": "limit", "n": run, "q": question, "name": name, "wait": wait})
@@ -118,7 +124,7 @@ class ChildLimits:
         elif asked is not None:
             call = asked[1]
             lease, call_timeout = message["lease"], message["call_timeout"]
-            permit = Permit(call.name, call.token, lease, holder="", call_timeout=call_timeout)
+            permit = requests.Permit(call.name, call.token, lease, holder="", call_timeout=call_timeout)
             self._held[question] = asked[0], permit  # now in both: `forget`, on another thread, finds it in one
             if self._asked.pop(question, None) is not None:
                 call.answer.set_result(permit)
@@ -269,7 +275,7 @@ class LimitRelay:
 def verdict_of_stop(attempt: Attempt) -> tuple[ApiAnswer, ApiFailure | None]:
     """What to assume about the calls of an attempt whose process was ended."""
     if attempt.stop is not None and attempt.stop.why is Why.DEADLINE:
-        return ApiAnswer.TIMEOUT, TIMED_OUT
+        return ApiAnswer.TIMEOUT, with_block.TIMED_OUT
     return ApiAnswer.UNKNOWN, None
 
 

@@ -1,0 +1,82 @@
+"""What actions of operators are made of: the checked fields of a form, and a sentence that says what was done."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, TypeVar
+
+from commandbus.bus import AsyncCommandBus
+from commandbus.errors import InvalidCommandError
+from commandbus.model.json_values import Json
+
+Fields = Mapping[str, str]
+T = TypeVar("T")
+LONGEST_FIELD: Final = 1_000_000
+LONGEST_NUMBER: Final = 18
+MANY: Final = frozenset(
+    {"ids", "chosen", "options"}
+)  # a form may have these more than once: one value in each line
+
+
+class Step(str):
+    """The sentence of an action that has a page of its own, which shows what was done."""
+
+    page: str
+
+    def __new__(cls, sentence: str, page: str) -> Step:
+        """The sentence, and the page."""
+        made = super().__new__(cls, sentence)
+        made.page = page
+        return made
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """An action: its fields (those that end with `?` may be left out), and what it does."""
+
+    fields: tuple[str, ...]
+    run: Callable[[AsyncCommandBus, str, Fields], Awaitable[str]]
+
+    def check(self, given: Mapping[str, str]) -> dict[str, str]:
+        """The fields of this action among those given. An error names the one that is missing."""
+        known = {field.rstrip("?") for field in self.fields} | {"reason"}
+        found = {name: value for name, value in given.items() if name in known and value != ""}
+        for field in self.fields:
+            if not field.endswith("?") and field not in found:
+                raise InvalidCommandError(f"{field} is missing")
+        for name, value in found.items():
+            if len(value) > LONGEST_FIELD:
+                raise InvalidCommandError(
+                    f"{name} has {len(value)} characters; at most {LONGEST_FIELD} are allowed"
+                )
+        return found
+
+
+def as_json(text: str | None, name: str) -> Json:
+    """The value that a text of JSON stands for; None without a text."""
+    try:
+        return None if text is None else json.loads(text)
+    except ValueError as error:
+        raise InvalidCommandError(f"{name} is not JSON: {error}") from None
+
+
+def as_whole(text: str, name: str) -> int:
+    """The whole number that a text is."""
+    if not (text.isascii() and text.isdigit() and len(text) <= LONGEST_NUMBER):
+        raise InvalidCommandError(f"{name} must be a whole number, not {text!r:.80}")
+    return int(text)
+
+
+def one_of(known: Sequence[T], text: str, name: str) -> T:
+    """The one of these values that the text names."""
+    for value in known:
+        if value == text:
+            return value
+    raise InvalidCommandError(f"{name} must be {' or '.join(map(str, known))}, not {text!r:.80}")
+
+
+def lines_of(given: Fields, name: str) -> list[str]:
+    """The values of a field that may be given more than once."""
+    return [line for line in given.get(name, "").split("\n") if line]

@@ -1,0 +1,56 @@
+"""What operators do to batches and processes."""
+
+from __future__ import annotations
+
+from commandbus.bus import AsyncCommandBus
+from commandbus.web.actions.fields import Action, Fields, as_json
+
+
+async def _close_batch(bus: AsyncCommandBus, operator: str, given: Fields) -> str:
+    changed = await bus.close_batch(given["domain"], given["id"], operator=operator, reason=given.get("reason"))
+    return f"batch {given['id']} {'is' if changed else 'was already'} closed: nothing can be added to it"
+
+
+async def _cancel_batch(bus: AsyncCommandBus, operator: str, given: Fields) -> str:
+    await bus.cancel_batch(given["domain"], given["id"], operator=operator, reason=given.get("reason"))
+    return f"batch {given['id']} is being canceled"
+
+
+async def _retry_batch(bus: AsyncCommandBus, operator: str, given: Fields) -> str:
+    report = await bus.retry_failed(given["domain"], given["id"], operator=operator, reason=given.get("reason"))
+    new = "" if report.new_batch_id is None else f" in batch {report.new_batch_id}"
+    return f"batch {given['id']}: {report.retried} retried, {report.sent_again} sent again{new}"
+
+
+async def _cancel_process(bus: AsyncCommandBus, operator: str, given: Fields) -> str:
+    await bus.cancel_process(given["domain"], given["id"], operator=operator, reason=given.get("reason"))
+    return f"process {given['id']} is being canceled: what it has done is undone"
+
+
+async def _retry_process(bus: AsyncCommandBus, operator: str, given: Fields) -> str:
+    await bus.retry_process(given["domain"], given["id"], operator=operator, reason=given.get("reason"))
+    return f"process {given['id']} tries again"
+
+
+async def _signal(bus: AsyncCommandBus, operator: str, given: Fields) -> str:
+    sent = await bus.signal(
+        given["domain"],
+        given["id"],
+        given["name"],
+        as_json(given.get("data"), "data"),
+        signal_id=given.get("signal_id"),
+        operator=operator,
+        reason=given.get("reason"),
+    )
+    done = "was sent" if sent.created else "had been sent already"
+    return f"signal {given['name']} {done} to process {given['id']}"
+
+
+ACTIONS: dict[str, Action] = {
+    "close-batch": Action(("domain", "id"), _close_batch),
+    "cancel-batch": Action(("domain", "id"), _cancel_batch),
+    "retry-batch": Action(("domain", "id"), _retry_batch),
+    "cancel-process": Action(("domain", "id"), _cancel_process),
+    "retry-process": Action(("domain", "id"), _retry_process),
+    "signal": Action(("domain", "id", "name", "data?", "signal_id?"), _signal),
+}

@@ -1,0 +1,1 @@
+"""A package, so that its fixtures of that scope end with its last test."""
