@@ -6,7 +6,7 @@ from typing import Final
 
 from commandbus.clock import monotonic
 
-STILL_SECONDS: Final = 12.0
+STILL_SECONDS: Final = 10.0
 """A thread that has not moved for so long is named as the reason for ill health."""
 LATE_SECONDS: Final = 1.5
 """Threads of ours move at least once a second. One that has not for so long is late."""

@@ -386,6 +386,22 @@ def test_a_pooler_that_refuses_settings_is_found_out_though_statements_are_prepa
         assert {look[5] for look in leftovers(pooled)} == {0}, "nothing listens"
 
 
+def test_a_prepared_send_of_another_client_is_never_taken_for_an_own_one(
+    bus: CommandBus, db: Db, pooled: str
+) -> None:
+    """`prepared_statements` is on, as it is by default: clients find in a session what others have prepared."""
+    bus.create_domain("mail")
+    settings = Settings(database_url=pooled)
+    with CommandBus(settings=settings) as first, CommandBus(settings=settings) as second:
+        for _ in range(10):
+            first.send("orders", "ship")
+            second.send("mail", "write")
+            first.send("mail", "write")
+    counts = "SELECT domain, command_type, count(*) FROM commandbus.command GROUP BY 1, 2 ORDER BY 1"
+    assert db.execute(counts).fetchall() == [("mail", "write", 20), ("orders", "ship", 10)]
+    assert one(db, "SELECT count(*) FROM pgmq.q_orders__commands") == 10
+
+
 @pytest.fixture
 def snapshots(database: str) -> None:
     """Sessions that begin from now on keep their snapshots by default; those of the pooler begin later."""

@@ -37,6 +37,7 @@ P99 = 0.3
 @pytest.fixture(scope="module")
 def url(own_server: EmbeddedPostgres) -> str:
     with psycopg.connect(own_server.dsn, autocommit=True) as conn:
+        conn.execute("DROP DATABASE IF EXISTS stopped WITH (FORCE)")
         conn.execute("CREATE DATABASE stopped")
     address = own_server.dsn_of("stopped")
     with CommandBus(address) as bus:
@@ -46,11 +47,22 @@ def url(own_server: EmbeddedPostgres) -> str:
 
 @pytest.fixture(params=["sync", "async"])
 def caller(request: pytest.FixtureRequest, url: str) -> Iterator[Caller]:
-    with psycopg.connect(url, autocommit=True) as conn:
-        conn.execute("DELETE FROM commandbus.command")
+    forget_all_sends(url)
     with caller_of(request.param, url) as caller:
         caller.send("orders", "ship", command_id="first")
         yield caller
+
+
+def forget_all_sends(url: str) -> None:
+    """A server that stood still still gets what a cut session said last, and may carry it out after the test that
+    sent it has ended. When those sessions are gone, nothing is added any more."""
+    others = (
+        "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() "
+        "AND backend_type = 'client backend' AND pid <> pg_backend_pid()"
+    )
+    with psycopg.connect(url, autocommit=True) as conn:
+        until(lambda: one(conn, others) == 0)
+        conn.execute("DELETE FROM commandbus.command")
 
 
 @contextmanager
@@ -164,8 +176,7 @@ def test_a_pool_of_the_caller(driver_pool: tuple[Caller, Any], own_server: Embed
 
 @pytest.fixture(params=["sync", "async"])
 def driver_pool(request: pytest.FixtureRequest, url: str) -> Iterator[tuple[Caller, Any]]:
-    with psycopg.connect(url, autocommit=True) as conn:
-        conn.execute("DELETE FROM commandbus.command")
+    forget_all_sends(url)
     kind: Any = ConnectionPool if request.param == "sync" else AsyncConnectionPool
     pool = kind(url, min_size=1, max_size=1, open=False)
     with caller_of(request.param, None, pool=pool) as caller:

@@ -3,12 +3,17 @@
 psycopg's cursor converts each parameter by its type, looks up whether the statement is prepared, and makes objects
 for the result. A statement whose parameters are texts needs nothing of that. It is prepared when it is run for the
 third time, as psycopg would do.
+
+A prepared statement is named by its text. Behind a pooler a session may have been another client's before: what
+it has prepared under the same name is the same statement.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import suppress
 from functools import lru_cache
+from hashlib import sha256
 from typing import TYPE_CHECKING, Any, Final
 
 from psycopg import errors, generators
@@ -49,16 +54,18 @@ class QuickStatements:
 
     def _run(self, name: bytes | None, statement: Any) -> PQGen[list[tuple[bytes | None, ...]]]:
         if name is None:
-            name = b"commandbus_%d" % len(self._names)
+            name = _name(statement.sql)
             self._pgconn.send_prepare(name, _numbered(statement.sql))
-            yield from self._result()
+            with suppress(errors.DuplicatePreparedStatement):
+                yield from self._result()
             self._names[statement.sql] = name
         params = [text.encode(self._encoding) for text in statement.params]
         self._pgconn.send_query_prepared(name, params)
         try:
             result = yield from self._result()
         except errors.InvalidSqlStatementName:
-            self._names.clear()  # psycopg has dropped all prepared statements of the session; nothing was done
+            # psycopg has dropped all that was prepared, or a pooler gave us another session; nothing was done
+            self._names.clear()
             self._pgconn.send_query_params(_numbered(statement.sql), params)
             result = yield from self._result()
         columns = range(result.nfields)
@@ -70,6 +77,11 @@ class QuickStatements:
             if result.status not in {ExecStatus.TUPLES_OK, ExecStatus.COMMAND_OK}:
                 raise errors.error_from_result(result, encoding=self._encoding)
         return results[-1]
+
+
+@lru_cache(maxsize=1024)
+def _name(statement: bytes) -> bytes:
+    return b"commandbus_" + sha256(statement).hexdigest()[:32].encode()
 
 
 @lru_cache(maxsize=1024)

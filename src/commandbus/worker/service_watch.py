@@ -23,6 +23,9 @@ UNREACHABLE = "database_unreachable"
 UNWRITTEN = "outcomes_unwritten"
 CLAIMLESS = "claims"
 CLAIMLESS_SECONDS = 10.0
+NAMED_SECONDS = 2.0
+"""A part that does not recover is named for so long before its worker is replaced: a supervisor whose workers are
+idle looks at them twice a second, and who asks it for their health must be told the reason."""
 
 
 class ServiceWatch:
@@ -55,6 +58,7 @@ class ServiceWatch:
         self._drain = drain
         self._was_unreachable = False
         self._was_degraded = False
+        self._named_at: dict[str, float] = {}  # since when a part is in trouble
 
     @property
     def is_database_lost(self) -> bool:
@@ -76,7 +80,7 @@ class ServiceWatch:
         """Tell health what does not work, and what works again."""
         services = [*self._own, *self._limited.services]
         for service in services:
-            self._look_at(service)
+            self._look_at(service, now)
         self._look_at_claims()
         if self._quarantine.is_turn_lost or any(service.descriptors_lost for service in services):
             # Each part recovers by itself, but open files of this process and of handlers' libraries do not.
@@ -84,13 +88,16 @@ class ServiceWatch:
         self._look_at_database(now)
         self._look_at_limits()
 
-    def _look_at(self, service: DatabaseService) -> None:
+    def _look_at(self, service: DatabaseService, now: float) -> None:
         trouble, reason = service.trouble, _name(service)
         if trouble is not None:
             self._health.set_critical(reason, trouble)
-            if service.is_broken:
+            named_for = now - self._named_at.setdefault(reason, now)
+            if service.is_broken and (service.ended is not None or named_for >= NAMED_SECONDS):
                 self._be_replaced(trouble)
-        elif service.is_away:
+            return
+        self._named_at.pop(reason, None)
+        if service.is_away:
             self._health.set_degraded(reason, f"the {service.part} cannot reach the database")
         else:
             self._health.clear(reason)
