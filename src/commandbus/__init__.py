@@ -60,7 +60,7 @@ _NAMES = {
         DomainStatus RejectedMessage UndeliveredReply WorkerInfo
     """,
     "commandbus.flow.commands.pause": "PauseInfo",
-    "commandbus.flow.commands.prune": "PruneReport",
+    "commandbus.flow.commands.prune": "PrunePreview PruneReport",
     "commandbus.flow.commands.query": "CommandFilters CommandQuery",
     "commandbus.flow.commands.unhandled_types": "UnhandledType",
     "commandbus.flow.limits.detail": "InLimitLine LimitBackoff LimitDetail PermitHolder",

@@ -268,6 +268,9 @@ from commandbus.flow.commands.pause import (
     PauseInfo as PauseInfo,
 )
 from commandbus.flow.commands.prune import (
+    PrunePreview as PrunePreview,
+)
+from commandbus.flow.commands.prune import (
     PruneReport as PruneReport,
 )
 from commandbus.flow.commands.query import (

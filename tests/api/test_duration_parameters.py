@@ -193,6 +193,7 @@ TRIES: dict[str, Try] = {
     **made("wait_for_batch(wait)", lambda bus, value: bus.wait_for_batch("orders", "b", wait=value)),
     **made("migrate(wait)", lambda bus, value: bus.migrate(wait=value)),
     **made("prune(age)", lambda bus, value: bus.prune(age=value)),
+    **made("preview_prune(age)", lambda bus, value: bus.preview_prune(age=value)),
     **made("create_roles(keep)", lambda bus, value: bus.create_roles("somebody", keep=value)),
     **{
         f"{bus.replace('CommandBus', 'BatchRepository')}.wait_for(wait)": tried

@@ -28,10 +28,12 @@ ADDRESSES = {
     "/limit": [{"name": "docai"}],
     "/key": [{"domain": "orders", "name": "tenant"}],
     "/breaker": [{"name": "orders/refund"}],
+    "/schedule": [{"domain": "orders", "name": "nightly"}],
     "/batch": [{"domain": "orders", "id": "three"}],
     "/process": [{"domain": "processes", "id": "undone"}, {"domain": "processes", "id": "waiting"}],
 }
 MORE = [
+    "/prune?age=0s",
     "/commands?search=nobody",
     f"/commands?search={quote('status:tsq since:2h')}",
     "/troubleshooting?domain=orders&command_type=ship",

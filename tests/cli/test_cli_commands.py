@@ -325,6 +325,9 @@ def test_prune(orders, bus):
     for number in range(3):
         bus.send("orders", "ship", command_id=f"c{number}")
         bus.cancel("orders", f"c{number}")
+    assert "would delete 1 commands" not in orders("prune", "--preview").out
+    previewed = orders("prune", "--count", "2", "--preview", "--json").document
+    assert previewed["commands"] == 1
     assert orders("prune").out.startswith("deleted: 0 commands")
     assert orders("prune", "--count", "2", "--json").document["commands"] == 1
     assert orders("prune", "--age", "0s").out.startswith("deleted: 2 commands")

@@ -9,7 +9,8 @@ import psycopg
 import pytest
 from flow_harness import Bus, fail, one, send_raw
 
-from commandbus import BusinessRuleException, NewCommand, PermanentCommandError, load_settings
+from commandbus import BusinessRuleException, InvalidCommandError, NewCommand, PermanentCommandError, load_settings
+from commandbus.flow.audit.list_actions import list_actions
 from commandbus.flow.commands.prune import Retention, prune, prune_all, prune_archive, prune_set_aside, through_id
 
 UNFINISHED = ["waiting", "delayed", "running", "troubled", "retried"]
@@ -199,3 +200,78 @@ def test_bad_bounds_are_named(orders: Bus) -> None:
     for count in (-1, 1.5, True, "5"):
         with pytest.raises(ValueError, match="count"):
             orders.prune(count=count)
+
+
+def test_in_portions_that_go_on_where_the_last_one_ended(orders: Bus, db: psycopg.Connection[Any]) -> None:
+    orders.send_many("orders", [NewCommand("Ship") for _ in range(4500)])
+    db.execute("UPDATE commandbus.command SET status = 'COMPLETED', finished_at = now()")
+    _age(db, "2 days")
+    for _ in range(3):
+        send_raw(db, '{"command_type": "x"}')
+    db.execute("DELETE FROM pgmq.q_orders__commands WHERE message ? 'command'")
+    db.execute("SELECT pgmq.archive('orders__commands', msg_id) FROM pgmq.q_orders__commands")
+    db.execute("UPDATE pgmq.a_orders__commands SET archived_at = now() - interval '2 days'")
+    reports = [orders.prune(age="1d", portion=2000)]
+    while (place := reports[-1].go_on_from) is not None:
+        reports.append(orders.prune(age="1d", portion=2000, go_on_from=place))
+        assert len(reports) < 20
+    assert sum(report.commands for report in reports) == 4500
+    assert max(report.commands for report in reports) <= 2000
+    assert sum(report.archived for report in reports) == 3
+    assert _left(db) == []
+
+
+def test_a_place_that_is_none_is_refused(orders: Bus) -> None:
+    for bad in ("", "x", "[]", '["commands", null, 0, ""]', '["nowhere", null, 0, "", ""]', '["commands", 1e99, 0, "", ""]',
+                '["commands", null, -1, "", ""]', '["keys", null, 0, "\\u0000", ""]', '["excess", null, 0, "command", ""]',
+                "[" * 1500, 7):  # fmt: skip
+        with pytest.raises(InvalidCommandError, match="go_on_from"):
+            orders.prune(age="1d", go_on_from=bad)  # type: ignore[arg-type]
+    for portion in (0, -1, True, "many", 10**9):
+        with pytest.raises(InvalidCommandError, match="portion"):
+            orders.prune(age="1d", portion=portion)  # type: ignore[arg-type]
+    assert orders.prune(age="1d", go_on_from='["asides", null, 0, "", ""]').commands == 0
+
+
+def test_the_place_of_another_prune_deletes_nothing_that_is_kept(varied: Bus, db: psycopg.Connection[Any]) -> None:
+    varied.prune(age="31d", go_on_from='["commands", 9000000000, 0, "", ""]')
+    assert len(_left(db)) == 8, "`through` counts only for a prune by count"
+
+
+@pytest.mark.parametrize(
+    "bounds", [{"age": "1d"}, {"count": 0}, {"count": 1}, {"age": "31d"}, {"age": "1d", "count": 1}]
+)
+def test_the_preview_counts_what_a_prune_deletes(varied: Bus, db: psycopg.Connection[Any], bounds: Any) -> None:
+    found = varied.preview_prune(**bounds)
+    assert sum(found.by_status.values()) == found.commands
+    assert not found.is_partial
+    assert (found.before is None) == ("age" not in bounds)
+    assert len(_left(db)) == 8, "nothing was deleted"
+    assert varied.prune(**bounds).commands == found.commands
+
+
+def test_a_preview_of_many_is_cut_and_says_so(orders: Bus, db: psycopg.Connection[Any]) -> None:
+    orders.send_many("orders", [NewCommand("Ship") for _ in range(20)])
+    db.execute(
+        "INSERT INTO commandbus.command (domain, command_id, command_type, status, created_at, finished_at) "
+        "SELECT 'orders', 'old' || n, 'Ship', 'COMPLETED', now() - interval '2 d', now() - interval '2 d' "
+        "FROM generate_series(1, 20100) n"
+    )
+    found = orders.preview_prune(age="1d")
+    assert str(found.commands) == "10,000+"
+    assert found.is_partial
+    db.execute("DELETE FROM commandbus.command WHERE id % 3 > 0 AND command_id LIKE 'old%'")
+    found = orders.preview_prune(age="1d")
+    assert found.commands == 6700
+    assert not found.is_partial
+
+
+def test_who_pruned_and_what_is_in_the_audit(varied: Bus) -> None:
+    varied.prune(age="1d")
+    assert varied.run(list_actions(action="PRUNE")).items == [], "no person was named"
+    varied.prune(age="1d", operator="ann", reason="disk full")
+    done, begun = varied.run(list_actions(operator="ann")).items
+    assert (begun.action, begun.reason, begun.subject) == ("PRUNE", "disk full", "retention")
+    assert begun.details == {"age_seconds": 86400.0, "count": None}
+    assert done.action == "PRUNED"
+    assert (done.details["commands"], done.details["is_last"]) == (0, True)

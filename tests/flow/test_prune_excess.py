@@ -49,3 +49,13 @@ def test_what_is_within_its_bounds_stays(bus: Bus, db: Db) -> None:
     for table in ASIDES:
         fill(db, table, 100)
     assert bus.follow(prune_all(Retention(asides_count=100, asides_bytes=1 << 20))).dropped == {}
+
+
+def test_a_locked_row_holds_up_nothing_and_goes_the_next_time(bus: Bus, db: Db) -> None:
+    fill(db, "rejected_message", 50)
+    retention = Retention(asides_count=10, asides_bytes=1 << 40)
+    with psycopg.connect(bus.url) as other:
+        locked = one(other, "SELECT id FROM commandbus.rejected_message ORDER BY id LIMIT 1 FOR UPDATE")
+        assert bus.follow(prune_all(retention)).dropped == {"rejected messages": 39}
+        assert one(db, "SELECT min(id) FROM commandbus.rejected_message") == locked
+    assert bus.follow(prune_all(retention)).dropped == {"rejected messages": 1}

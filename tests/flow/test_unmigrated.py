@@ -82,6 +82,7 @@ CALLS: dict[str, list[Callable[[Bus], Any]]] = {
     "request_stack": [lambda bus: bus.request_stack("orders", "x", wait=1)],
     "watch_slots": [lambda bus: bus.watch_slots()],
     "why_waiting": [lambda bus: bus.why_waiting("orders", "x")],
+    "preview_prune": [lambda bus: bus.preview_prune(age=1), lambda bus: bus.preview_prune(count=1)],
     "prune": [lambda bus: bus.prune(age=1), lambda bus: bus.prune(count=1)],
 }
 # The report about the database is right without a schema: it looks at the server.

@@ -9,6 +9,7 @@ import pytest
 
 from commandbus import CommandBus, InvalidCommandError
 from commandbus.flow.schedules.timeline import MOST_FIRINGS, MOST_MISSED
+from commandbus.web.access import Access
 from commandbus.web.charts import WIDTH, firings_chart
 from web.conftest import Serve
 
@@ -59,3 +60,56 @@ def test_pause_and_run_now(bus: CommandBus, serve: Serve) -> None:
 def test_a_span_that_makes_no_sense_is_named(bus: CommandBus, within: object) -> None:
     with pytest.raises((InvalidCommandError, ValueError), match="within"):
         bus.schedules.timeline(within=within)  # type: ignore[arg-type]
+
+
+def test_an_operator_creates_a_schedule_and_its_page_says_who(bus: CommandBus, serve: Serve) -> None:
+    ann = serve(Access(user_header="X-User", operators={"ann"}), headers={"X-User": "ann"})
+    made = ann.act(
+        "create-schedule",
+        "/schedules",
+        domain="orders",
+        name="nightly",
+        cron="0 3 * * *",
+        timezone="Europe/Berlin",
+        data='{"n": 7}',
+        command_type="ship",
+        missed="skip",
+        overlap="queue",
+        max_attempts="3",
+        reason="quarter end",
+    )
+    assert made.status == 303
+    found = bus.schedules.get("orders", "nightly")
+    assert found is not None
+    assert (found.cron, found.timezone, found.data, found.missed) == (
+        "0 3 * * *",
+        "Europe/Berlin",
+        {"n": 7},
+        "skip",
+    )
+    page = ann.get(made.headers["location"]).text
+    assert "created at run time" in page
+    assert "create by ann: quarter end" in page
+    document = ann.get("/api/schedule", domain="orders", name="nightly").json
+    assert document["schedule"]["overlap"] == "queue"
+    assert len(document["next_firings"]) == 10
+    assert ann.get("/schedule", domain="orders", name="none").status == 404
+
+
+def test_a_schedule_that_cannot_be_so_is_refused_with_the_field(bus: CommandBus, serve: Serve) -> None:
+    ann = serve(Access(user_header="X-User", operators={"ann"}), headers={"X-User": "ann"})
+    whole = {"domain": "orders", "name": "n", "every": "5m"}
+    for wrong, word in (
+        ({"every": "soon"}, "every"),
+        ({"cron": "0 3 * * *"}, "cron"),
+        ({"data": "{"}, "data"),
+        ({"missed": "perhaps"}, "missed"),
+        ({"overlap": "x"}, "overlap"),
+        ({"max_attempts": "-1"}, "max_attempts"),
+        ({"replace": "1"}, "replace"),
+        ({"headers": "[1]"}, "headers"),
+    ):
+        answer = ann.act("create-schedule", "/schedules", **{**whole, **wrong})
+        assert answer.status == 400, (wrong, answer.text)
+        assert word in answer.text
+    assert bus.schedules.list().items == []

@@ -299,6 +299,7 @@ class AsyncCommandBus(
     resume = awaited(CommandBus.resume)
     pauses = awaited(CommandBus.pauses)
     prune = awaited(CommandBus.prune)
+    preview_prune = awaited(CommandBus.preview_prune)
 
 
 async def _cancel(task: asyncio.Task[Any]) -> None:

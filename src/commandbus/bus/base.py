@@ -32,8 +32,8 @@ from commandbus.settings import Settings, load_settings
 if TYPE_CHECKING:
     from commandbus.flow.breakers import operate as breaker_operate
     from commandbus.flow.breakers.operate import Guard
-    from commandbus.flow.commands import call, inspect, prune, send_unique
-    from commandbus.flow.commands.prune import Retention
+    from commandbus.flow.commands import call, inspect, operate, prune, send_unique
+    from commandbus.flow.commands.prune import PruneReport, Retention
     from commandbus.flow.commands.query_filters import CommandQuery
     from commandbus.flow.queues.messages import Shapes
     from commandbus.flow.setup import migrate, roles
@@ -45,6 +45,7 @@ else:
     call = lazy("commandbus.flow.commands.call")
     inspect = lazy("commandbus.flow.commands.inspect")
     migrate = lazy("commandbus.flow.setup.migrate")
+    operate = lazy("commandbus.flow.commands.operate")
     prune = lazy("commandbus.flow.commands.prune")
     send_unique = lazy("commandbus.flow.commands.send_unique")
     roles = lazy("commandbus.flow.setup.roles")
@@ -215,6 +216,24 @@ class BusBase:
         if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 0):
             raise ValueError(f"count must be a whole number of at least 0, not {count!r}")
         return prune.Retention(None if age is None else parse_seconds(age, name="age"), count)
+
+    def _prune(
+        self,
+        age: Duration | None,
+        count: int | None,
+        *,
+        portion: int | None,
+        go_on_from: str | None,
+        operator: str | None,
+        reason: str | None,
+    ) -> Plan[PruneReport]:
+        retention = self._retention(age, count)
+        if portion is not None:
+            names.check_count(portion, "portion", most=1_000_000)
+        if operator is None and reason is None:
+            return prune.prune_all(retention, portion=portion, go_on_from=go_on_from)
+        action = operate.operator_action(operator or whoami(), reason)
+        return prune.prune_for_operator(retention, action, portion=portion, go_on_from=go_on_from)
 
 
 _buses: WeakSet[BusBase] = WeakSet()

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from commandbus.flow.commands.find_id import FoundId
     from commandbus.flow.commands.inspect import DomainStatus, WorkerInfo
     from commandbus.flow.commands.pause import PauseInfo
-    from commandbus.flow.commands.prune import PruneReport
+    from commandbus.flow.commands.prune import PrunePreview, PruneReport
     from commandbus.flow.database import report
     from commandbus.flow.database.report import DatabaseReport
     from commandbus.flow.setup import domains, schema_state
@@ -385,6 +385,25 @@ class CommandBus(
         """What is paused."""
         return self.run(then(pause.list_pauses(), Page))
 
-    def prune(self, *, age: Duration | None = None, count: int | None = None) -> PruneReport:
-        """Delete finished commands older than `age` or beyond the newest `count` (default: the settings)."""
-        return self.follow(prune.prune_all(self._retention(age, count)))
+    def prune(
+        self,
+        *,
+        age: Duration | None = None,
+        count: int | None = None,
+        portion: int | None = None,
+        go_on_from: str | None = None,
+        operator: str | None = None,
+        reason: str | None = None,
+    ) -> PruneReport:
+        """Delete finished commands older than `age` or beyond the newest `count` (default: the settings).
+
+        With a `portion` it stops after it has looked at about so many rows (in thousands). Give the report's
+        `go_on_from` to go on, until that is None. If a person prunes, name the `operator`: it is
+        recorded in the audit, with the `reason` and with what was deleted.
+        """
+        asked = self._prune(age, count, portion=portion, go_on_from=go_on_from, operator=operator, reason=reason)
+        return self.follow(asked)
+
+    def preview_prune(self, *, age: Duration | None = None, count: int | None = None) -> PrunePreview:
+        """Returns what `prune` would delete now, in counts that stop at 10,000. Nothing is deleted."""
+        return self.run(prune.preview_prune(self._retention(age, count)))

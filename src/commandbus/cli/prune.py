@@ -4,30 +4,52 @@ from __future__ import annotations
 
 import click
 
-from commandbus.cli.parameters import DURATION
+from commandbus.bus.base import whoami
+from commandbus.cli.parameters import DURATION, operator_options
 from commandbus.cli.render import say
 from commandbus.cli.session import CliCommand, CliSession
-from commandbus.model.counting import counted
+from commandbus.flow.commands.prune import PrunePreview
 
 
 @click.command(cls=CliCommand)
 @click.option("--age", type=DURATION, help="Delete what finished longer ago than this, such as 30d.")
 @click.option("--count", type=click.IntRange(min=0), help="Keep only this many of the newest.")
+@click.option("--preview", is_flag=True, help="Only show what would be deleted.")
+@operator_options
 @click.pass_obj
-def prune(session: CliSession, age: float | None, count: int | None) -> None:
+def prune(
+    session: CliSession,
+    age: float | None,
+    count: int | None,
+    preview: bool,  # noqa: FBT001 - click's way
+    operator: str | None,
+    reason: str | None,
+) -> None:
     """Delete finished commands, old archives and rejected messages.
 
-    Without options the settings decide (retention.age, retention.count). Unfinished commands are never deleted.
+    Without --age and --count the settings decide (retention.age, retention.count). Unfinished commands are never
+    deleted. The audit records who pruned, and what was deleted.
     """
     with session.bus() as bus:
-        report = bus.prune(age=age, count=count)
-    session.answer(
-        report,
-        lambda: say(
-            f"deleted: {counted(report.commands, 'command')}, {counted(report.archived, 'archived message')}, "
-            f"{counted(report.asides + sum(report.dropped.values()), 'thing')} put aside"
-        ),
-    )
+        if preview:
+            found = bus.preview_prune(age=age, count=count)
+            session.answer(found, lambda: _print(found))
+            return
+        report = bus.prune(age=age, count=count, operator=operator or whoami(), reason=reason)
+    session.answer(report, lambda: say(report.text))
+
+
+def _print(found: PrunePreview) -> None:
+    at_least = "at least " if found.is_partial and "commands" not in found.capped else ""
+    say(f"would delete {at_least}{found.commands} commands")
+    for status, number in found.by_status.items():
+        say(f"  {number} {status.lower()}")
+    say(f"  {found.archived} archived messages")
+    for kind, number in found.asides.items():
+        say(f"  {number} {kind}")
+    say(f"  of {found.batches} batches and {found.processes} processes those that have no commands left then")
+    if found.is_partial:
+        say("only the oldest 20,000 commands were looked at")
 
 
 COMMANDS = [prune]

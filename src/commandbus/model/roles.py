@@ -125,6 +125,7 @@ _LIMITER = [
     ("INSERT, UPDATE, DELETE", ("limit_client",)),
     ("INSERT, UPDATE", ("limit_mode",)),
 ]
+_ASIDES = ("rejected_message", "undelivered_reply", "stray_reply")
 _WORKER = [
     ("SELECT", _TABLES),
     ("INSERT, UPDATE", ("command", "batch", "process", "process_step", "worker", "breaker")),
@@ -134,7 +135,8 @@ _WORKER = [
     ),
     ("UPDATE (retry_at)", ("attempt",)),  # when a parked one was let go
     # What was set aside is dropped when there is too much of it (sql/commands/prune_excess.sql).
-    ("INSERT, DELETE", ("batch_delta", "rejected_message", "undelivered_reply", "stray_reply")),
+    ("INSERT, DELETE", ("batch_delta", *_ASIDES)),
+    ("UPDATE (id)", _ASIDES),  # to lock a row before it is dropped; nobody can choose an id
     ("INSERT, UPDATE, DELETE", ("tsq", "parked", "waiting", "limit_client", "schedule", "schedule_declaration")),
     ("INSERT, UPDATE", ("limits", "limit_mode")),
     ("INSERT, DELETE", ("limit_backoff",)),
@@ -152,6 +154,7 @@ _OPERATOR = [
     ("INSERT, UPDATE", ("command", "batch", "process", "process_step", "breaker")),
     ("INSERT, DELETE", ("batch_delta", "pause")),
     ("INSERT", ("operator_action", "control_action", "undelivered_reply")),
+    ("DELETE, UPDATE (id)", _ASIDES),  # a prune by the settings drops what is too much
     ("UPDATE, DELETE", ("tsq",)),
     ("UPDATE (retry_at)", ("attempt",)),  # a resume lets parked commands go
     ("UPDATE (state, receipt, note, ended_at)", ("effect",)),

@@ -27,7 +27,7 @@ from commandbus.errors import (
 from commandbus.logger import safe_logger
 from commandbus.settings import Settings
 from commandbus.web.access import COOKIE, MARK_FIELD, Access, Visitor
-from commandbus.web.actions import ACTIONS, MANY, Step
+from commandbus.web.actions import ACTIONS, MANY, Portion, Step
 from commandbus.web.api import api_routes
 from commandbus.web.console import CONNECTIONS, Console
 from commandbus.web.metrics import add_metrics
@@ -168,6 +168,11 @@ def _add_actions(app: FastAPI, console: Console) -> None:
         logger.info("%s: %s", visitor.name, sentence)
         if isinstance(sentence, Step):
             return RedirectResponse(f"{request.scope.get('root_path', '')}{sentence.page}", status_code=303)
+        if isinstance(sentence, Portion):
+            return console.page(
+                request, "portion.html", sentence=sentence, name=name, reason=given.get("reason", ""),
+                back=_local(given.get("back")),
+            )  # fmt: skip
         return console.page(request, "done.html", sentence=sentence, back=_local(given.get("back")))
 
 

@@ -1,7 +1,7 @@
 -- Removes a bite of the oldest rows of a table of things that were set aside, if it has more than `count` rows
 -- (estimated by its ids) or more than `bytes` (as stored, without reading them). Row sizes are added up only if the whole
 -- table is larger than that.
--- Locks: the rows themselves. Index: the key.
+-- Locks: rows that no other transaction has locked; the others go the next time. Index: the key.
 WITH newest AS MATERIALIZED (
     SELECT pg_catalog.max(id) AS id FROM commandbus.{table}
 ), beyond AS MATERIALIZED (
@@ -16,5 +16,6 @@ WITH newest AS MATERIALIZED (
 )
 DELETE FROM commandbus.{table}
  WHERE id = ANY (ARRAY(SELECT id FROM commandbus.{table}
-                        WHERE id <= (SELECT id FROM beyond) ORDER BY id LIMIT %(bite)s))
+                        WHERE id <= (SELECT id FROM beyond) ORDER BY id LIMIT %(bite)s
+                          FOR UPDATE SKIP LOCKED))
 RETURNING id

@@ -6,14 +6,15 @@ operator is always the visitor. The bus records each action with the operator's 
 
 from __future__ import annotations
 
-from commandbus.web.actions import commands, controls, groups, limits, plans
+from commandbus.web.actions import commands, controls, groups, limits, plans, retention
 from commandbus.web.actions.fields import LONGEST_FIELD as LONGEST_FIELD
 from commandbus.web.actions.fields import MANY as MANY
 from commandbus.web.actions.fields import Action as Action
+from commandbus.web.actions.fields import Portion as Portion
 from commandbus.web.actions.fields import Step as Step
 
 ACTIONS: dict[str, Action] = {
     name: action
-    for module in (commands, plans, controls, limits, groups)
+    for module in (commands, plans, controls, limits, groups, retention)
     for name, action in module.ACTIONS.items()
 }

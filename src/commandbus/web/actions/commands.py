@@ -38,6 +38,7 @@ async def _replay(bus: AsyncCommandBus, operator: str, given: Fields) -> Step:
         given["domain"],
         given["id"],
         data,
+        new_id=given.get("new_id"),
         cancel=given.get("cancel") == "yes",
         operator=operator,
         reason=given.get("reason"),
@@ -77,7 +78,7 @@ ACTIONS: dict[str, Action] = {
     "retry": Action(("domain", "id"), _retry),
     "cancel-troubled": Action(("domain", "id"), _cancel_troubled),
     "complete": Action(("domain", "id", "result?"), _complete),
-    "replay": Action(("domain", "id", "data", "cancel?"), _replay),
+    "replay": Action(("domain", "id", "data", "new_id?", "cancel?"), _replay),
     "set-priority": Action(("domain", "id", "priority"), _set_priority),
     "resolve-effect": Action(("domain", "id", "effect", "done", "receipt?"), _resolve_effect),
 }

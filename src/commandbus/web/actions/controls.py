@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any, Final
+
 from commandbus.bus import AsyncCommandBus
-from commandbus.web.actions.fields import Action, Fields
+from commandbus.model.priority import PRIORITIES
+from commandbus.web.actions.fields import Action, Fields, Step, as_json, as_whole, one_of
+from commandbus.web.rendering import query
 
 
 async def _pause(bus: AsyncCommandBus, operator: str, given: Fields) -> str:
@@ -61,6 +65,29 @@ async def _delete_schedule(bus: AsyncCommandBus, operator: str, given: Fields) -
     return f"schedule {given['name']} is deleted; the commands that it has sent stay"
 
 
+async def _create_schedule(bus: AsyncCommandBus, operator: str, given: Fields) -> Step:
+    options: Any = {name: given[name] for name in _PLAIN if name in given}
+    options |= {name: as_whole(given[name], name) for name in ("max_attempts", "most") if name in given}
+    options |= {name: as_json(given[name], name) for name in ("data", "headers") if name in given}
+    options |= {name: one_of(_CHOICES[name], given[name], name) for name in _CHOICES if name in given}
+    options["replace"] = one_of(("yes", "no"), given.get("replace", "no"), "replace") == "yes"
+    made = await bus.schedules.create(
+        given["domain"], given["name"], operator=operator, reason=given.get("reason"), **options
+    )
+    page = f"/schedule{query({'domain': made.domain, 'name': made.name})}"
+    return Step(f"schedule {made.domain}/{made.name} is there: {made.times.text}", page)
+
+
+_PLAIN: Final = ("cron", "every", "timezone", "command_type", "correlation_id", "reply_to", "timeout", "expires")
+_CHOICES: Final[dict[str, tuple[str, ...]]] = {
+    "priority": PRIORITIES,
+    "missed": ("skip", "run_once", "run_all"),
+    "overlap": ("allow", "skip", "queue"),
+    "on_exhausted": ("troubleshoot", "fail"),
+}
+_CREATING: Final = (*_PLAIN, "data", "headers", "max_attempts", "most", *_CHOICES, "replace")
+
+
 async def _recycle_worker(bus: AsyncCommandBus, operator: str, given: Fields) -> str:
     await bus.recycle_worker(given["worker"], operator=operator, reason=given.get("reason"))
     return f"worker {given['worker']} drains and is replaced"
@@ -76,6 +103,7 @@ ACTIONS: dict[str, Action] = {
     "resume-schedule": Action(("domain", "name"), _resume_schedule),
     "run-schedule": Action(("domain", "name"), _run_schedule),
     "delete-schedule": Action(("domain", "name"), _delete_schedule),
+    "create-schedule": Action(("domain", "name", *(f"{name}?" for name in _CREATING)), _create_schedule),
     "recycle-worker": Action(("worker",), _recycle_worker),
 }
 

@@ -32,6 +32,18 @@ class Step(str):
         return made
 
 
+class Portion(str):
+    """The sentence of an action that has done a part of its work. `again`: the fields with which it goes on."""
+
+    again: dict[str, str]
+
+    def __new__(cls, sentence: str, again: Mapping[str, str]) -> Portion:
+        """The sentence, and the fields."""
+        made = super().__new__(cls, sentence)
+        made.again = dict(again)
+        return made
+
+
 @dataclass(frozen=True, slots=True)
 class Action:
     """An action: its fields (those that end with `?` may be left out), and what it does."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from commandbus.bus import AsyncCommandBus
+from commandbus.errors import InvalidCommandError
 from commandbus.web.actions.fields import Action, Fields, as_json
 
 
@@ -17,9 +18,30 @@ async def _cancel_batch(bus: AsyncCommandBus, operator: str, given: Fields) -> s
 
 
 async def _retry_batch(bus: AsyncCommandBus, operator: str, given: Fields) -> str:
-    report = await bus.retry_failed(given["domain"], given["id"], operator=operator, reason=given.get("reason"))
+    report = await bus.retry_failed(
+        given["domain"],
+        given["id"],
+        name=given.get("name"),
+        on_complete=_completion(given),
+        operator=operator,
+        reason=given.get("reason"),
+    )
     new = "" if report.new_batch_id is None else f" in batch {report.new_batch_id}"
     return f"batch {given['id']}: {report.retried} retried, {report.sent_again} sent again{new}"
+
+
+def _completion(given: Fields) -> dict[str, str] | None:
+    """What happens when the new batch is complete: a command (DOMAIN/TYPE), a reply to a queue, or nothing."""
+    if "on_complete" in given and "reply_to" in given:
+        raise InvalidCommandError("on_complete and reply_to exclude each other: give one of them")
+    if "reply_to" in given:
+        return {"reply_to": given["reply_to"]}
+    if "on_complete" not in given:
+        return None
+    domain, slash, command_type = given["on_complete"].partition("/")
+    if not slash:
+        raise InvalidCommandError(f"on_complete {given['on_complete']!r:.80} is not DOMAIN/TYPE")
+    return {"domain": domain, "command_type": command_type}
 
 
 async def _cancel_process(bus: AsyncCommandBus, operator: str, given: Fields) -> str:
@@ -49,7 +71,7 @@ async def _signal(bus: AsyncCommandBus, operator: str, given: Fields) -> str:
 ACTIONS: dict[str, Action] = {
     "close-batch": Action(("domain", "id"), _close_batch),
     "cancel-batch": Action(("domain", "id"), _cancel_batch),
-    "retry-batch": Action(("domain", "id"), _retry_batch),
+    "retry-batch": Action(("domain", "id", "name?", "on_complete?", "reply_to?"), _retry_batch),
     "cancel-process": Action(("domain", "id"), _cancel_process),
     "retry-process": Action(("domain", "id"), _retry_process),
     "signal": Action(("domain", "id", "name", "data?", "signal_id?"), _signal),

@@ -18,6 +18,7 @@ from commandbus.web.api import (
     plans,
     rehearsals,
     replies,
+    retention,
     slots,
 )
 from commandbus.web.api.problems import PROBLEMS
@@ -31,6 +32,7 @@ _MODULES: Final = (
     groups,
     keys_and_effects,
     replies,
+    retention,
     plans,
     rehearsals,
     audit,

@@ -9,7 +9,7 @@ from pydantic import BaseModel, Field
 
 from commandbus.errors import CommandNotFoundError
 from commandbus.web.access import Visitor
-from commandbus.web.actions import ACTIONS, LONGEST_FIELD, Step
+from commandbus.web.actions import ACTIONS, LONGEST_FIELD, Portion, Step
 from commandbus.web.console import Console
 
 ActionName = Annotated[str, Path(json_schema_extra={"enum": sorted(ACTIONS)})]
@@ -23,10 +23,12 @@ class ActionIn(BaseModel):
 
 
 class Done(BaseModel):
-    """What was done. `page`: the page of the console that shows it, if it has one."""
+    """What was done. `page`: the page of the console that shows it, if it has one. `again`: this was a portion, and
+    the same action with these fields goes on."""
 
     done: str
     page: str | None = None
+    again: dict[str, str] | None = None
 
 
 def add_routes(router: APIRouter, console: Console) -> None:
@@ -47,4 +49,5 @@ def add_routes(router: APIRouter, console: Console) -> None:
             raise CommandNotFoundError(f"there is no action {name!r}")
         fields = ACTIONS[name].check({**given.fields, "reason": given.reason or ""})
         sentence = await ACTIONS[name].run(console.acting, visitor.name, fields)
-        return Done(done=sentence, page=sentence.page if isinstance(sentence, Step) else None)
+        page = sentence.page if isinstance(sentence, Step) else None
+        return Done(done=sentence, page=page, again=sentence.again if isinstance(sentence, Portion) else None)

@@ -6,11 +6,12 @@ from fastapi import APIRouter
 
 from commandbus.flow.breakers.operate import BreakerInfo
 from commandbus.flow.limits.detail import LimitDetail
-from commandbus.flow.limits.inspect import ControlAction, LimitInfo, list_actions
+from commandbus.flow.limits.inspect import ControlAction, Estimate, LimitInfo, list_actions
 from commandbus.flow.schedules.operate import ScheduleRecord
 from commandbus.flow.schedules.timeline import ScheduleTimeline
-from commandbus.web.api.parameters import Name
+from commandbus.web.api.parameters import Domain, Id, Name
 from commandbus.web.console import Console
+from commandbus.web.schedule_detail import ScheduleDetail, schedule_detail
 
 
 def add_routes(router: APIRouter, console: Console) -> None:
@@ -27,6 +28,11 @@ def add_routes(router: APIRouter, console: Console) -> None:
         """One limit: who holds its permits, who waits, and its last back-offs."""
         return await bus.limit_detail(name)
 
+    @router.get("/limit/estimate")
+    async def estimate(name: Name, domain: Domain | None = None, id: Id | None = None) -> Estimate:  # noqa: A002
+        """How long a new command would wait for a limit, or how long one that waits still has to."""
+        return await bus.estimate(name, domain=domain, command_id=id)
+
     @router.get("/breakers")
     async def breakers() -> list[BreakerInfo]:
         """Breakers of command types and limits."""
@@ -41,6 +47,11 @@ def add_routes(router: APIRouter, console: Console) -> None:
     async def timeline() -> ScheduleTimeline:
         """The next firings of all schedules within a day, and those that were missed."""
         return await bus.schedules.timeline()
+
+    @router.get("/schedule")
+    async def schedule(domain: Domain, name: Name) -> ScheduleDetail:
+        """One schedule: what it sends, its next firings, and who changed it."""
+        return await schedule_detail(bus, domain, name)
 
     @router.get("/schedules")
     async def schedules() -> list[ScheduleRecord]:

@@ -22,6 +22,7 @@ from commandbus.web.pages import (
     plans,
     processes,
     replies,
+    retention,
     schedules,
     stack,
     troubleshooting,
@@ -43,6 +44,7 @@ _MODULES: Final = (
     stack,
     domains,
     replies,
+    retention,
     database,
     audit,
 )

@@ -37,7 +37,16 @@ def routes(console: Console) -> PageRoutes:
         detail = await bus.limit_detail(name)
         chart = backoff_chart(detail.backoffs, datetime.now(UTC))
         options = limit_options(detail.limit)
-        return console.page(request, "limit.html", item=detail.limit, detail=detail, chart=chart, options=options)
+        estimate = await bus.estimate(name)
+        return console.page(
+            request,
+            "limit.html",
+            item=detail.limit,
+            detail=detail,
+            chart=chart,
+            options=options,
+            estimate=estimate,
+        )
 
     async def breaker(request: Request, name: str) -> Response:
         """The breaker of one command type, and what happened to it."""

@@ -2,6 +2,7 @@
 "use strict";
 
 const RETRY_MILLISECONDS = 3000;
+const GO_ON_MILLISECONDS = 1000;
 
 // Today's times have no date, and this year's dates have no year.
 function short(moment, now) {
@@ -140,7 +141,18 @@ function keepLooking() {
   events.onerror = () => end("The console does not answer.");
 }
 
+// An action that is done in portions goes on by itself. Only the answer to an operator's own form has such a page.
+function goOn() {
+  const form = document.querySelector("form[data-goes-on]");
+  if (!form) return;
+  const stop = form.querySelector("[data-stop]");
+  const timer = setTimeout(() => form.requestSubmit(), GO_ON_MILLISECONDS);
+  stop.hidden = false;
+  stop.addEventListener("click", () => { clearTimeout(timer); stop.hidden = true; });
+}
+
 showLocalTimes(document);
+goOn();
 keepLooking();
 countSelection();
 offerCopies();
