@@ -171,6 +171,8 @@ TRIES: dict[str, Try] = {
     "StepProcess(deadline)": lambda value: waiting_steps.check(StepProcess("other", deadline=value)),
     **made("watch_slots(watch)", lambda bus, value: bus.watch_slots(value)),
     **made("request_stack(wait)", lambda bus, value: bus.request_stack("orders", "x", wait=value)),
+    **made("pause_worker(wait)", lambda bus, value: bus.pause_worker("w", wait=value)),
+    **made("resume_worker(wait)", lambda bus, value: bus.resume_worker("w", wait=value)),
     **made("recycle_worker(wait)", lambda bus, value: bus.recycle_worker("w", wait=value)),
     **of_schedules("timeline(within)", lambda schedules, value: schedules.timeline(within=value)),
     **made("send(delay)", lambda bus, value: bus.send("orders", "x", delay=value)),

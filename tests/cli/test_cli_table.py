@@ -145,7 +145,18 @@ FIELDS = (
 )  # their fields are one line each
 WITHOUT_TABLE = {
     *("demo", "migrate", "doctor", "worker", "console", "send", "cancel", "pause", "resume", "priority", "prune"),
-    *("plan preview", "plan start", "plan stop", "top", "stack", "recycle", "rehearse", "replay"),
+    *(
+        "plan preview",
+        "plan start",
+        "plan stop",
+        "top",
+        "stack",
+        "recycle",
+        "pause-worker",
+        "resume-worker",
+        "rehearse",
+        "replay",
+    ),
     *("keys set", "keys override", "keys end-override", "keys delete", "effect resolve", "process signal"),
     *("domain create", "queue create", "embedded start", "embedded stop", "embedded status"),
     *("limits set", "limits unset", "limits estimate", "breakers open", "breakers close", "breakers reset"),

@@ -188,3 +188,22 @@ def test_a_worker_that_cannot_be_recycled_says_why(cli, busy):
     assert refused.code == ExitCode.REFUSED
     assert "it has no supervisor" in refused.err
     assert "no worker 'nobody' is alive" in cli("recycle", "nobody").err
+
+
+def test_a_worker_is_paused_and_everybody_sees_it(cli, busy, bus):
+    paused = cli("pause-worker", busy.id, "--wait", "20s", "--operator", "ann", "--reason", "odd disk")
+    assert (paused.code, paused.out) == (ExitCode.OK, f"worker {busy.id} is paused\n")
+    assert "was already paused" in cli("pause-worker", busy.id, "--wait", "20s").out
+    (listed,) = cli("workers", "--json").document
+    assert listed["state"] == "PAUSED"
+    assert "paused by" in str(listed["health"]["reasons"])
+    assert "PAUSED" in cli("workers").out
+    screen = cli("top", "--once").out
+    assert f"worker {busy.id} is paused by" in screen
+    assert "paused  1 slot" in " ".join(screen.split()).replace("paused 1", "paused  1")
+    assert "orders/slow" in screen, "what runs goes on"
+    assert cli("audit", "--action", "pause", "--json").document[-1]["reason"] == "odd disk"
+    document = cli("resume-worker", busy.id, "--wait", "20s", "--json").document
+    assert document == {"worker": busy.id, "paused": False, "changed": True}
+    assert "was not paused" in cli("resume-worker", busy.id, "--wait", "20s").out
+    assert "no worker 'nobody' is alive" in cli("resume-worker", "nobody").err

@@ -41,7 +41,7 @@ from commandbus.flow.setup.roles import print_roles
 from commandbus.flow.workers.figures import last_hour
 from commandbus.flow.workers.post_mortems import post_mortems
 from commandbus.flow.workers.registry import WorkerIdentity, beat
-from commandbus.flow.workers.requests import ask_for_stack, ask_to_recycle
+from commandbus.flow.workers.requests import ask_for_stack, ask_worker
 from commandbus.flow.workers.slots import watch_slots
 from commandbus.model.breaker import Breaker
 from commandbus.model.key_limit import KeyLimit
@@ -149,7 +149,7 @@ def test_a_reader_looks(work: Bus, acting: Roles) -> None:
         assert_refused(act)
     assert_refused(reader.claim)
     assert_refused(lambda: reader.prune(age=0))
-    assert_refused(lambda: reader.run(ask_to_recycle("w", operator_action("ann"))))
+    assert_refused(lambda: reader.run(ask_worker("w", "PAUSE", operator_action("ann"))))
     assert_refused(
         lambda: reader.run(raw("INSERT INTO commandbus.worker_request (worker, kind) VALUES ('w', 'RECYCLE')"))
     )

@@ -15,6 +15,15 @@ from commandbus.flow.commands.prune import Retention, prune, prune_all, prune_ar
 
 UNFINISHED = ["waiting", "delayed", "running", "troubled", "retried"]
 FINISHED = ["completed", "failed", "canceled"]
+BAD_PLACES: list[Any] = [
+    *("", "x", "[]", "[" * 1500, 7),
+    '["commands", null, 0, ""]',
+    '["nowhere", null, 0, "", ""]',
+    '["commands", 1e99, 0, "", ""]',
+    '["commands", null, -1, "", ""]',
+    '["keys", null, 0, "\\u0000", ""]',
+    '["excess", null, 0, "command", ""]',
+]
 
 
 @pytest.fixture
@@ -222,11 +231,9 @@ def test_in_portions_that_go_on_where_the_last_one_ended(orders: Bus, db: psycop
 
 
 def test_a_place_that_is_none_is_refused(orders: Bus) -> None:
-    for bad in ("", "x", "[]", '["commands", null, 0, ""]', '["nowhere", null, 0, "", ""]', '["commands", 1e99, 0, "", ""]',
-                '["commands", null, -1, "", ""]', '["keys", null, 0, "\\u0000", ""]', '["excess", null, 0, "command", ""]',
-                "[" * 1500, 7):  # fmt: skip
+    for bad in BAD_PLACES:
         with pytest.raises(InvalidCommandError, match="go_on_from"):
-            orders.prune(age="1d", go_on_from=bad)  # type: ignore[arg-type]
+            orders.prune(age="1d", go_on_from=bad)
     for portion in (0, -1, True, "many", 10**9):
         with pytest.raises(InvalidCommandError, match="portion"):
             orders.prune(age="1d", portion=portion)  # type: ignore[arg-type]

@@ -36,7 +36,7 @@ from commandbus.flow.commands.operate import operator_action
 from commandbus.flow.setup.roles import print_roles
 from commandbus.flow.workers.figures import add_figures, last_hour
 from commandbus.flow.workers.registry import WorkerIdentity, beat
-from commandbus.flow.workers.requests import ask_for_stack, ask_to_recycle, open_requests
+from commandbus.flow.workers.requests import ask_for_stack, ask_worker, open_requests
 from commandbus.flow.workers.slots import publish, watch_slots
 from commandbus.model.breaker import Breaker
 from commandbus.model.minute_figures import BUCKETS
@@ -80,8 +80,8 @@ def test_a_tenant_watches_its_own_workers_and_no_others(orders: Bus, tenants: Ro
     assert [item.worker for item in reader.run(watch_slots())] == ["w-orders"]
     assert {hour.domain for hour in reader.run(last_hour())} == {"orders"}
     assert_refused(lambda: reader.run(ask_for_stack("billing", "t0")))
-    assert_refused(lambda: operator.run(ask_to_recycle("w-billing", operator_action("ann"))))
-    assert operator.run(ask_to_recycle("w-orders", operator_action("ann"))).id is not None
+    assert_refused(lambda: operator.run(ask_worker("w-billing", "RECYCLE", operator_action("ann"))))
+    assert operator.run(ask_worker("w-orders", "RECYCLE", operator_action("ann"))).id is not None
     worker = tenants("worker")
     assert worker.run(open_requests("w-orders"))[0].kind == "RECYCLE"
     assert worker.run(publish("w-orders", ["orders"], state)) > 0

@@ -78,6 +78,8 @@ CALLS: dict[str, list[Callable[[Bus], Any]]] = {
     "limit_detail": [lambda bus: bus.limit_detail("x")],
     "list_failures": [lambda bus: bus.list_failures(), lambda bus: bus.list_failures("orders", "x")],
     "post_mortems": [lambda bus: bus.post_mortems()],
+    "pause_worker": [lambda bus: bus.pause_worker("w", wait=1)],
+    "resume_worker": [lambda bus: bus.resume_worker("w", wait=1)],
     "recycle_worker": [lambda bus: bus.recycle_worker("w", wait=1)],
     "request_stack": [lambda bus: bus.request_stack("orders", "x", wait=1)],
     "watch_slots": [lambda bus: bus.watch_slots()],

@@ -13,7 +13,7 @@ from typing import Any
 import psycopg
 import pytest
 
-from commandbus import CommandBus, Settings
+from commandbus import CommandBus, NewCommand, Settings
 from commandbus.web.app import create_console
 from support.consoles import served
 from support.supervised import Supervised, on_host
@@ -57,6 +57,50 @@ def test_watched_recycled_and_killed(supervise: Supervise, tasks: Path, bus: Com
     (tasks / "go").touch()
     until(lambda: [item for item in bus.workers() if item.id == where["a"] and item.state == "STOPPED"])
     assert [item.worker for item in bus.post_mortems()] == [where["b"]], "a worker that was recycled has not died"
+
+
+@pytest.mark.slow
+def test_one_of_two_processes_is_paused_and_dies_so(
+    supervise: Supervise, tasks: Path, bus: CommandBus, db: Db
+) -> None:
+    """A pause is the worker's own: others go on, health says it, a drain ends it, a replacement is not paused."""
+    supervised = supervise(processes=2, concurrency=1, visibility_timeout="30s").until_ready(2)
+    bus.send("orders", "hold", command_id="a")
+    where = until(lambda: (found := slots(bus)) and len(found) == 1 and found)
+    (idle,) = [item.id for item in bus.workers() if item.state == "ACTIVE" and item.id != where["a"]]
+    for worker in (where["a"], idle):
+        assert bus.pause_worker(worker, wait=20, operator="ann", reason="odd host")
+    bus.send_many("orders", [NewCommand("quick", command_id=f"q{n}") for n in range(10)])
+    status, document = until(
+        lambda: (found := supervised.ask("/health/ready"))[1] and len(found[1]["reasons"]) == 2 and found
+    )
+    assert (status, document["status"]) == (200, "degraded"), "a platform must not restart it"
+    assert all("paused by ann: odd host" in reason for reason in document["reasons"])
+    (domain,) = bus.status("orders")
+    assert (domain.ready, domain.running) == (10, 1), "nobody claims, and what runs goes on"
+
+    bus.resume_worker(idle, wait=20, operator="ann")
+    until(lambda: one(db, "SELECT count(*) FROM commandbus.command WHERE status = 'COMPLETED'") == 10)
+    assert one(db, "SELECT count(*) FROM commandbus.attempt") == 0, "no attempt was lost or given back"
+
+    pid = one(db, "SELECT pid FROM commandbus.worker WHERE id = %s", where["a"])
+    os.kill(pid, signal.SIGKILL)
+    supervised.until_said("is ready (process", times=3)
+    (tasks / "go").touch()
+    until(lambda: one(db, "SELECT count(*) FROM commandbus.command WHERE status = 'COMPLETED'") == 11)
+    live = until(
+        lambda: (
+            (found := [item for item in bus.workers() if item.is_alive and item.state == "ACTIVE"])[1:] and found
+        )
+    )
+    assert where["a"] not in [item.id for item in live], "the replacement is not paused"
+
+    bus.pause_worker(idle, wait=20, operator="ann")
+    bus.recycle_worker(idle, wait=20, operator="ann")
+    until(lambda: [item for item in bus.workers() if item.id == idle and item.state == "STOPPED"])
+    supervised.until_said("is ready (process", times=4)
+    code, _ = supervised.stop()
+    assert code == 0
 
 
 @pytest.mark.slow

@@ -38,6 +38,7 @@ def running(database: str, bus: CommandBus) -> Iterator[threading.Event]:
 
     worker = Worker(handlers, settings=quick_settings(database, concurrency=3, cancel_grace=0.2))
     worker.start()
+    go_on.worker = worker  # type: ignore[attr-defined]
     bus.send("orders", "hang", {}, command_id=HOSTILE_ID)
     bus.send("orders", "slow", {}, command_id="slow-1")
     yield go_on
@@ -155,3 +156,43 @@ def test_a_sparkline_has_gaps_and_marks_and_no_markup_of_others() -> None:
     assert "version &lt;script&gt;" in made
     assert "<script" not in made
     assert sparkline.ready(HourFigures("orders", minutes, None, None)) == sparkline.ready(None)
+
+
+def test_a_worker_is_paused_and_resumed_on_its_page(
+    bus: CommandBus, running: threading.Event, serve: Serve
+) -> None:
+    ann = serve(Access(user_header="X-User", operators={"ann"}), headers={"X-User": "ann"})
+    (worker,) = until(lambda: bus.workers().items)
+    assert "a replacement is not paused" in ann.get("/workers").text
+    done = ann.act("pause-worker", "/workers", worker=worker.id, reason="<odd> disk")
+    assert "is paused: it claims nothing more" in done.text
+    page = ann.get("/workers").text
+    assert '<span class="status status-paused">paused</span>' in page
+    assert "paused by ann: &lt;odd&gt; disk" in page
+    assert f"worker {worker.id} is paused by ann" in ann.get("/").text
+    (listed,) = ann.get("/api/workers").json
+    assert listed["state"] == "PAUSED"
+    until(lambda: '<li class="slot slot-idle">paused</li>' in ann.get("/workers").text)
+    bus.send("orders", "other", command_id="waits")
+    until(lambda: "could run, but all of its workers are paused" in ann.get("/").text)
+    bus.cancel("orders", "waits")
+    mark = ann.mark("/workers")
+    answer = ann.post_json("/api/actions/resume-worker", {"fields": {"worker": worker.id}}, X_Mark=mark)
+    assert answer.json == {"done": f"worker {worker.id} goes on"}
+    assert f"worker {worker.id} is paused" not in ann.get("/").text
+    found = [
+        (item.action, item.operator) for item in bus.audit.list_actions() if item.subject.startswith("worker ")
+    ]
+    assert found == [("RESUME", "ann"), ("PAUSE", "ann")]
+    reader = serve(Access(user_header="X-User", operators={"ann"}), headers={"X-User": "bob"})
+    assert "pause-worker" not in reader.get("/workers").text
+    assert reader.post("/actions/pause-worker", {"worker": worker.id}).status == 403
+
+
+def test_a_critical_worker_needs_a_person(bus: CommandBus, running: threading.Event, serve: Serve) -> None:
+    """As a real worker writes its health, not as a test would."""
+    (worker,) = until(lambda: bus.workers().items)
+    visit = serve()
+    assert "is critical" not in str(visit.get("/api/concerns").json)
+    running.worker.health_status.set_critical("disk", "the disk is full")  # type: ignore[attr-defined]
+    until(lambda: f"worker {worker.id} is critical: the disk is full" in str(visit.get("/api/concerns").json))

@@ -1,7 +1,7 @@
 """The console and its API have every view and every action that operators have on the command line.
 
-The commands are found in the parser of the command line. A new one that has no place here fails this test: give it its
-action, its page and its call, or say why it needs none.
+The commands are found in the parser of the command line. A new one that has no place here fails this test: give it
+its action, its page and its call, or say why it needs none.
 """
 
 from __future__ import annotations
@@ -41,9 +41,11 @@ ACTS = {
     "process retry": ["retry-process"],
     "process signal": ["signal"],
     "prune": ["prune"],
+    "pause-worker": ["pause-worker"],
     "recycle": ["recycle-worker"],
     "replay": ["replay"],
     "resume": ["resume"],
+    "resume-worker": ["resume-worker"],
     "schedules create": ["create-schedule"],
     "schedules delete": ["delete-schedule"],
     "schedules pause": ["pause-schedule"],

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from commandbus.flow.workers import figures, requests, slots
     from commandbus.flow.workers import post_mortems as dead
     from commandbus.flow.workers.post_mortems import PostMortem
-    from commandbus.flow.workers.requests import Asked, LiveStack
+    from commandbus.flow.workers.requests import Asked, LiveStack, Wish
     from commandbus.flow.workers.slots import WorkerSlots
     from commandbus.model.minute_figures import HourFigures
 else:
@@ -69,10 +69,31 @@ class FleetMethods(BusBase):
         """Ask a worker to claim nothing more, and to end when what runs has ended. Its supervisor starts a
         replacement at once. Raises InvalidOperationError if the worker is not alive, has no supervisor, or does
         not answer in time."""
+        self._ask_worker(worker, "RECYCLE", wait, operator, reason)
+
+    def pause_worker(
+        self, worker: str, *, wait: Duration = 5, operator: str | None = None, reason: str | None = None
+    ) -> bool:
+        """Pause one worker: it claims nothing more, gives back what has not started, and finishes what runs.
+        Returns False if it was paused already. The pause ends with `resume_worker`, or with the worker: one that
+        is started again is not paused. Raises InvalidOperationError if the worker is not alive, drains, or does
+        not answer in time."""
+        return self._ask_worker(worker, "PAUSE", wait, operator, reason)
+
+    def resume_worker(
+        self, worker: str, *, wait: Duration = 5, operator: str | None = None, reason: str | None = None
+    ) -> bool:
+        """Let a paused worker claim again. Returns False if it was not paused. Raises InvalidOperationError as
+        `pause_worker` does."""
+        return self._ask_worker(worker, "RESUME", wait, operator, reason)
+
+    def _ask_worker(
+        self, worker: str, wish: Wish, wait: Duration, operator: str | None, reason: str | None
+    ) -> bool:
         seconds = _seconds(wait)
         action = operate.operator_action(operator or whoami(), reason)
-        asked = self.run(requests.ask_to_recycle(worker, action))
-        requests.recycled(asked, self._answer(asked, seconds), seconds)
+        asked = self.run(requests.ask_worker(worker, wish, action))
+        return requests.complied(wish, asked, self._answer(asked, seconds), seconds)
 
     def _answer(self, asked: Asked, wait: float) -> Mapping[str, Any] | None:
         if asked.id is None:
@@ -108,10 +129,31 @@ class AsyncFleetMethods(BusBase):
         """Ask a worker to claim nothing more, and to end when what runs has ended. Its supervisor starts a
         replacement at once. Raises InvalidOperationError if the worker is not alive, has no supervisor, or does
         not answer in time."""
+        await self._ask_worker(worker, "RECYCLE", wait, operator, reason)
+
+    async def pause_worker(
+        self, worker: str, *, wait: Duration = 5, operator: str | None = None, reason: str | None = None
+    ) -> bool:
+        """Pause one worker: it claims nothing more, gives back what has not started, and finishes what runs.
+        Returns False if it was paused already. The pause ends with `resume_worker`, or with the worker: one that
+        is started again is not paused. Raises InvalidOperationError if the worker is not alive, drains, or does
+        not answer in time."""
+        return await self._ask_worker(worker, "PAUSE", wait, operator, reason)
+
+    async def resume_worker(
+        self, worker: str, *, wait: Duration = 5, operator: str | None = None, reason: str | None = None
+    ) -> bool:
+        """Let a paused worker claim again. Returns False if it was not paused. Raises InvalidOperationError as
+        `pause_worker` does."""
+        return await self._ask_worker(worker, "RESUME", wait, operator, reason)
+
+    async def _ask_worker(
+        self, worker: str, wish: Wish, wait: Duration, operator: str | None, reason: str | None
+    ) -> bool:
         seconds = _seconds(wait)
         action = operate.operator_action(operator or whoami(), reason)
-        asked = await self.run(requests.ask_to_recycle(worker, action))
-        requests.recycled(asked, await self._answer(asked, seconds), seconds)
+        asked = await self.run(requests.ask_worker(worker, wish, action))
+        return requests.complied(wish, asked, await self._answer(asked, seconds), seconds)
 
     async def _answer(self, asked: Asked, wait: float) -> Mapping[str, Any] | None:
         if asked.id is None:

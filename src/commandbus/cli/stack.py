@@ -1,5 +1,5 @@
-"""`stack`: where a running command is; `recycle`: have a worker replaced. Both ask the worker, and wait for its
-answer."""
+"""`stack`: where a running command is; `recycle`: have a worker replaced; `pause-worker`, `resume-worker`. All of
+them ask the worker, and wait for its answer."""
 
 from __future__ import annotations
 
@@ -57,4 +57,34 @@ def recycle(session: CliSession, worker: str, wait: float, operator: str | None,
     session.answer({"worker": worker, "recycled": True}, lambda: say(f"worker {worker} drains and is replaced"))
 
 
-COMMANDS = [stack, recycle]
+@click.command("pause-worker", cls=CliCommand)
+@click.argument("worker")
+@click.option("--wait", type=DURATION, default="5s", show_default=True, help="How long the worker may take.")
+@operator_options
+@click.pass_obj
+def pause_worker(session: CliSession, worker: str, wait: float, operator: str | None, reason: str | None) -> None:
+    """Pause one worker: it claims nothing more, gives back what has not started, and finishes what it runs.
+
+    The other workers go on. The pause lasts until `resume-worker`, at most as long as the worker process lives: a
+    worker that is started again is not paused. `pause` is for a domain or a command type.
+    """
+    with session.bus() as bus:
+        changed = bus.pause_worker(worker, wait=wait, operator=operator, reason=reason)
+    text = f"worker {worker} {'is' if changed else 'was already'} paused"
+    session.answer({"worker": worker, "paused": True, "changed": changed}, lambda: say(text))
+
+
+@click.command("resume-worker", cls=CliCommand)
+@click.argument("worker")
+@click.option("--wait", type=DURATION, default="5s", show_default=True, help="How long the worker may take.")
+@operator_options
+@click.pass_obj
+def resume_worker(session: CliSession, worker: str, wait: float, operator: str | None, reason: str | None) -> None:
+    """Let a paused worker claim again."""
+    with session.bus() as bus:
+        changed = bus.resume_worker(worker, wait=wait, operator=operator, reason=reason)
+    text = f"worker {worker} {'goes on' if changed else 'was not paused'}"
+    session.answer({"worker": worker, "paused": False, "changed": changed}, lambda: say(text))
+
+
+COMMANDS = [stack, recycle, pause_worker, resume_worker]

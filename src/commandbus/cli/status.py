@@ -94,8 +94,8 @@ def _paused(item: DomainStatus) -> str:
 def workers(session: CliSession, everyone: bool) -> None:  # noqa: FBT001
     """List workers: where they run, since when, their health, and which are silent.
 
-    STATE is ACTIVE, DRAINING (claims nothing more), EXITING or STOPPED. HEALTH is what the worker reports about
-    itself; it is unknown if the worker is silent.
+    STATE is ACTIVE, PAUSED (by an operator), DRAINING (claims nothing more), STOPPING or STOPPED. HEALTH is what
+    the worker reports about itself; it is unknown if the worker is silent.
     """
     with session.bus() as bus:
         found = [worker for worker in bus.workers() if everyone or worker.state != "STOPPED"]

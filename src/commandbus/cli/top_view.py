@@ -135,7 +135,8 @@ def _slots(view: WorkerView) -> list[SlotRow]:
         rows.append(SlotRow(view.info.id, ("busy", f"{view.slots.left_out} more", "", "", "", worker), ()))
     if view.slots.idle:
         text = f"{counted(view.slots.idle, 'slot')}"
-        rows.append(SlotRow(view.info.id, ("idle", text, "", "", "", worker), _worker_details(view)))
+        sign = "paused" if view.info.state == "PAUSED" else "idle"
+        rows.append(SlotRow(view.info.id, (sign, text, "", "", "", worker), _worker_details(view)))
     return rows
 
 

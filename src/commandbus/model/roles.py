@@ -90,7 +90,7 @@ _FUNCTIONS: dict[str, tuple[str, ...]] = {
         *_PRUNING,
         *_LOGGING,
         "forget_timers(bigint[])",
-        "request_recycle(text, double precision, text, text)",
+        "request_of_operator(text, text, double precision, text, text)",
     ),
 }
 

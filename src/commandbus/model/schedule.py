@@ -78,6 +78,10 @@ class Schedule:
         names.check_domain(self.domain)
         check_name(self.name)
         times = ScheduleTimes.make(self.cron, self.every, self.timezone)
+        if self.headers is not None and not isinstance(self.headers, Mapping):
+            raise InvalidScheduleError(
+                f"headers must be an object of names and values, not {names.shown(self.headers)}"
+            )
         new = NewCommand(
             self.name if self.command_type is None else self.command_type,
             correlation_id=self.correlation_id,

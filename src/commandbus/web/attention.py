@@ -77,10 +77,12 @@ def headline(found: Sequence[Concern]) -> str:
 def _workers(fleet: Fleet) -> list[Concern]:
     found = []
     live = [worker for worker in fleet.workers if worker.is_alive and worker.state != "STOPPED"]
-    served = {domain for worker in live for domain in worker.domains}
+    served = {domain for worker in live if worker.state != "PAUSED" for domain in worker.domains}
+    resting = {domain for worker in live if worker.state == "PAUSED" for domain in worker.domains}
     for domain in fleet.domains:
         if domain.ready and domain.domain not in served:
-            waits = f"{counted(domain.ready, 'command')} of {domain.domain} could run, but no worker serves it"
+            why = "all of its workers are paused" if domain.domain in resting else "no worker serves it"
+            waits = f"{counted(domain.ready, 'command')} of {domain.domain} could run, but {why}"
             found.append(Concern(waits, "workers"))
     for worker in fleet.workers:
         if worker.state == "STOPPED":
@@ -88,10 +90,17 @@ def _workers(fleet: Fleet) -> list[Concern]:
         if not worker.is_alive:
             silent = f"worker {worker.id} has been silent for {roughly(worker.heartbeat_age_seconds)}"
             found.append(Concern(silent, "workers"))
-        elif worker.health is not None and worker.health.get("state") == "CRITICAL":
+        elif worker.state == "PAUSED":
+            found.append(Concern(f"worker {worker.id} is {_pause_of(worker)}", "workers"))
+        elif worker.health is not None and str(worker.health.get("state")).upper() == "CRITICAL":
             reasons = "; ".join(map(str, worker.health.get("reasons") or [])) or "it gives no reason"
             found.append(Concern(f"worker {worker.id} is critical: {reasons}", "workers"))
     return found
+
+
+def _pause_of(worker: WorkerInfo) -> str:
+    reasons = map(str, (worker.health or {}).get("reasons") or [])
+    return next((reason for reason in reasons if reason.startswith("paused by ")), "paused")
 
 
 def _stuck(slots: Sequence[WorkerSlots]) -> list[Concern]:

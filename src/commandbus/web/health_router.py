@@ -61,7 +61,7 @@ def readiness(worker: Worker) -> dict[str, Any]:
     """Can it take work? The health of the worker, with its reasons."""
     document: dict[str, Any] = worker.health_status.as_dict() | {"state": worker.state}
     reasons = _stopped(worker)
-    if worker.state != "ACTIVE":
+    if worker.state not in ("ACTIVE", "PAUSED"):  # who paused it does not want it restarted
         reasons.append(f"the worker is {worker.state.lower()}")
     if reasons:
         document |= {"status": HealthState.CRITICAL.value, "reasons": [*reasons, *document["reasons"]]}

@@ -47,7 +47,7 @@ class AsyncWorker:
 
     @property
     def state(self) -> str:
-        """STARTING, ACTIVE, DRAINING, EXITING, or STOPPED."""
+        """STARTING, ACTIVE, PAUSED (by an operator), DRAINING, EXITING, or STOPPED."""
         return self.worker.state
 
     async def __aenter__(self) -> Self:

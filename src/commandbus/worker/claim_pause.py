@@ -1,4 +1,5 @@
-"""ClaimPause: while connections or threads are used up, nothing is claimed, for longer each time in a row."""
+"""ClaimPause: while connections or threads are used up, nothing is claimed, for longer each time in a row. Nor is
+anything claimed while an operator has paused the worker."""
 
 from __future__ import annotations
 
@@ -18,11 +19,12 @@ class ClaimPause:
     def __init__(self) -> None:
         self._until = 0.0
         self._backoff = Backoff(FIRST_SECONDS, LONGEST_SECONDS)
+        self.is_by_operator = False  # until the operator resumes the worker
 
     @property
     def is_on(self) -> bool:
         """Is nothing to be claimed now?"""
-        return self._until > 0.0 and monotonic() < self._until
+        return self.is_by_operator or (self._until > 0.0 and monotonic() < self._until)
 
     def begin(self, reason: str) -> None:
         """No connection came in time, or no thread could be started."""

@@ -59,6 +59,7 @@ STALE_SECONDS = 0.5
 STALE_LOOKS = 3
 LOOK_SECONDS = 0.2
 CAUTIOUS_SECONDS = 2.0
+PAUSED = "an operator has paused its worker"
 MOST_UNWRITTEN = 2000  # a few batches of the settler's
 
 
@@ -230,7 +231,7 @@ class Dispatcher:
 
     def rows(self, domain: str, room: int) -> int:
         """How many rows of a domain to claim for so many free slots: with chunks a slot takes many."""
-        if not self.chunks.is_used:
+        if not self.chunks.is_used or self._is_closed:
             return room
         most = self.chunks.most_held - len(self._held)
         return max(room, min(self.chunks.rows(domain, max(0, room)), most))
@@ -370,9 +371,17 @@ class Dispatcher:
             for attempt in waiting.take_back():
                 self.return_one(attempt, f"its worker is {self.state.name.lower()}")
 
+    def give_back_for_pause(self) -> None:
+        """Give back what has not reached a slot. What waits in a slot for its child process counts as running."""
+        for waiting in (self._quarantine, self.chunks, *self._lanes(), self._limited):
+            for attempt in waiting.take_back():
+                self.return_one(attempt, PAUSED)
+
     def _give_back_if_closed(self) -> None:
         if self.state is not State.ACTIVE:
             self.give_back()
+        elif self._pause.is_by_operator:
+            self.give_back_for_pause()
 
     def return_one(self, attempt: Attempt, why: str) -> None:
         """Give back one that has not started."""
@@ -435,15 +444,22 @@ class Dispatcher:
     def _why_not(self, attempt: Attempt) -> str:
         if attempt.stop is not None:
             return attempt.stop.text
+        if self._pause.is_by_operator:
+            return PAUSED
         if not attempt.is_surely_held(self._late_seconds):
             return "its lease may have ended"
         return "its worker had no child process for it" if self.state is State.ACTIVE else "its worker stops"
 
     # --- run, in a slot ---------------------------------------------------------------------------------------
 
+    def _is_refused(self, attempt: Attempt) -> bool:
+        """Must it not start? It was asked to stop, its lease is uncertain, or an operator paused the worker."""
+        is_free = attempt.stop is None and not self._pause.is_by_operator
+        return not (is_free and attempt.is_surely_held(self._late_seconds))
+
     def _may_start(self, attempt: Attempt) -> bool:
         """May a member of a chunk start? If not, it is given back, or has expired."""
-        if attempt.stop is not None or not attempt.is_surely_held(self._late_seconds):
+        if self._is_refused(attempt):
             return not self._never_start(attempt)
         return not (attempt.has_expired and self._expire(attempt))
 
@@ -468,7 +484,7 @@ class Dispatcher:
         if attempt.members:
             assert isinstance(attempt, Chunk)  # noqa: S101 - nothing else has members
             return self._run_chunk(attempt, slot)
-        if attempt.stop is not None or not attempt.is_surely_held(self._late_seconds):
+        if self._is_refused(attempt):
             return self._never_start(attempt)
         if attempt.expires_at is not None and attempt.has_expired:
             return self._expire(attempt)
@@ -493,7 +509,7 @@ class Dispatcher:
         if attempt.members:
             assert isinstance(attempt, Chunk)  # noqa: S101
             return await self._run_chunk_async(attempt, slot)
-        if attempt.stop is not None or not attempt.is_surely_held(self._late_seconds):
+        if self._is_refused(attempt):
             return self._never_start(attempt)
         if attempt.expires_at is not None and attempt.has_expired:
             return self._expire(attempt)

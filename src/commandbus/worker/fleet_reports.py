@@ -2,7 +2,7 @@
 
 - the figures of each minute: added every ten seconds, if there is something to add
 - what its slots run: once a second, only while somebody watches (flow/workers/slots.py)
-- answers: where an attempt is now, and whether the worker recycles (flow/workers/requests.py)
+- answers: where an attempt is now, and whether the worker recycles, pauses or goes on (flow/workers/requests.py)
 
 A heartbeat says whether somebody watches or asks. A notification says so at once; it is only a hint. What fails
 here is logged, and rests for a minute: a worker works without it, too.
@@ -42,14 +42,14 @@ class FleetReports:
         settled: Callable[[], Mapping[str, int]],
         waits: WaitTimes,
         views: SlotViews,
-        recycle: Callable[[str], str | None],
+        obey: Callable[[str, str], Mapping[str, Any]],
     ) -> None:
         self._worker = worker
         self._domains = domains
         self._settled = settled
         self._waits = waits
         self._views = views
-        self._recycle = recycle
+        self._obey = obey
         self._told: dict[str, int] = {}
         self._add_at = monotonic() + ADD_SECONDS
         self._counted_minute = int(epoch() // 60)
@@ -126,9 +126,8 @@ class FleetReports:
             connection.run(answer(request.id, self._answer_to(request)))
 
     def _answer_to(self, request: Request) -> dict[str, Any]:
-        if request.kind == "RECYCLE":
-            problem = self._recycle(request.reason or "somebody asked for it")
-            return {} if problem is None else {"problem": problem}
+        if request.kind != "STACK":
+            return dict(self._obey(request.kind, request.reason or "somebody asked for it"))
         if request.domain is None or request.msg_id is None or request.read_ct is None:
             return {"problem": "the question names no attempt"}
         return self._views.stack_of(request.domain, request.msg_id, request.read_ct)

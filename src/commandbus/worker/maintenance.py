@@ -222,6 +222,11 @@ class Maintenance(DatabaseService):
         if self.moved_at - self._beat_at >= pause:
             self._beat(self.state)
 
+    def tell_state(self, state: str) -> None:
+        """The worker's state has changed, and people are to see it at once. Called by this thread."""
+        self.state = state
+        self._beat(state)
+
     def _beat(self, state: str) -> None:
         now = self._beat_at = monotonic()
         settled = self._figures.settled()

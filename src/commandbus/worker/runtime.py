@@ -79,6 +79,7 @@ logger = safe_logger("commandbus.worker")
 SETTLE_RESERVE_SECONDS = 2.0
 LIFESPANS_SECONDS = 1.0  # what on_stop functions get at least, if attempts have used up the time of the stop
 NOT_STARTED_SECONDS = 1.0
+PAUSED = "paused"  # the name of this reason in health
 BRIEF_IDLE_SECONDS = 5.0  # isolated attempts open connections of their own: idle ones here must make room
 
 
@@ -345,7 +346,7 @@ class WorkerRuntime:
             settled=lambda: self.settler.settled,
             waits=self._waits,
             views=self._views,
-            recycle=self._recycle_for_operator,
+            obey=self._obey_operator,
         )
 
     def _make_service_watch(self) -> ServiceWatch:
@@ -433,6 +434,11 @@ class WorkerRuntime:
         return self.dispatcher.state
 
     @property
+    def is_paused(self) -> bool:
+        """Has an operator paused it? A worker that drains or stops is not paused any more."""
+        return self._pause.is_by_operator and self.state is State.ACTIVE
+
+    @property
     def is_database_lost(self) -> bool:
         """Is the database out of reach at this moment?"""
         return self._service_watch.is_database_lost
@@ -448,6 +454,7 @@ class WorkerRuntime:
             if self.state is not State.ACTIVE:
                 return
             self.dispatcher.state = State.DRAINING
+        self._spec.health.clear(PAUSED)
         self._maintenance.state = self.state.name
         level = logging.WARNING if self.stuck else logging.INFO
         logger.log(level, "worker %s drains: %s", self._spec.id, reason)
@@ -617,7 +624,7 @@ class WorkerRuntime:
                 state=self.state,
                 settled=self._settled_count,
                 claimed=self._claimer.claimed,
-                slots=self.dispatcher.total_slots - len(self.attempts.starting),
+                slots=0 if self.is_paused else self.dispatcher.total_slots - len(self.attempts.starting),
                 stuck=self.stuck,
                 claimless=self._service_watch.claimless_seconds,
             )
@@ -641,6 +648,34 @@ class WorkerRuntime:
             self._spec.request_stop(reason)
 
     # --- called by the maintenance ------------------------------------------------------------------------------
+
+    def _obey_operator(self, wish: str, reason: str) -> dict[str, Any]:
+        """An operator wants this worker replaced, paused, or to go on. Returns the answer."""
+        if wish in ("PAUSE", "RESUME"):
+            return self._pause_for_operator(reason, pauses=wish == "PAUSE")
+        problem = self._recycle_for_operator(reason)
+        return {} if problem is None else {"problem": problem}
+
+    def _pause_for_operator(self, reason: str, *, pauses: bool) -> dict[str, Any]:
+        """Claim nothing more, or claim again. What runs goes on, and so do leases and maintenance. The lock
+        decides between this and a drain."""
+        with self._changing:
+            if self.state is not State.ACTIVE:
+                return {"problem": f"it is {self.state.name.lower()}, and claims nothing more"}
+            has_changed = self._pause.is_by_operator != pauses
+            self._pause.is_by_operator = pauses
+        if pauses:
+            self._spec.health.set_degraded(PAUSED, f"paused by {reason}")
+            self.dispatcher.give_back_for_pause()
+        else:
+            self._spec.health.clear(PAUSED)
+            self._claimer.wake()
+        if has_changed:
+            logger.info(
+                "worker %s %s %s", self._spec.id, "is paused by" if pauses else "goes on, resumed by", reason
+            )
+        self._maintenance.tell_state("PAUSED" if pauses else self.state.name)
+        return {"changed": has_changed}
 
     def _recycle_for_operator(self, reason: str) -> str | None:
         """An operator wants this worker replaced. Returns why it is not."""

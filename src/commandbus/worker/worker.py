@@ -130,10 +130,10 @@ class Worker:
 
     @property
     def state(self) -> str:
-        """STARTING, ACTIVE, DRAINING, EXITING, or STOPPED."""
+        """STARTING, ACTIVE, PAUSED (by an operator), DRAINING, EXITING, or STOPPED."""
         if self._runtime is None:
             return "STARTING" if self._is_starting else "STOPPED"
-        return self._runtime.state.name
+        return "PAUSED" if self._runtime.is_paused else self._runtime.state.name
 
     @property
     def running(self) -> int:

@@ -25,6 +25,7 @@ from web.conftest import Visit
 
 PROBLEM = re.compile(r"<h1>(.*?)</h1>\s*<p[^>]*>(.*?)</p>", re.DOTALL)
 GIVEN = {
+    "/api/prune": {"age": "0s"},
     "/api/stack": {"domain": "orders", "id": "held", "wait": "0"},
     "/api/find": {"id": "good"},
     "/api/ledger": {"domain": "orders", "id": "good"},
@@ -58,7 +59,7 @@ def reads_of(app: Any) -> Iterator[str]:
             needed = [item for item in operations["get"].get("parameters", []) if item["required"]]
             of_page = ADDRESSES.get("/" + path.split("/")[2], [])[:1]  # /api/batch/commands is about a batch, too
             given = [GIVEN[path]] if path in GIVEN else of_page
-            yield from _addresses(path, given if needed else [{}])
+            yield from _addresses(path, given if needed or path in GIVEN else [{}])
     yield from ("/metrics", "/health/ready")
 
 

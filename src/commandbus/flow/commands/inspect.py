@@ -56,10 +56,10 @@ class DomainStatus:
 class WorkerInfo:
     """A worker in the registry.
 
-    `state` is ACTIVE, DRAINING, EXITING or STOPPED. `health` is `{"state": …, "reasons": […]}` as it last
-    reported. `supervisor` is the supervisor that started it, if any. `types` are the command types that it has
-    handlers for, as "orders/ship". `version` is the release of commandbus, `code_version` the version of its
-    handlers' code: the setting, or a hash of the code.
+    `state` is ACTIVE, PAUSED (by an operator: it claims nothing), DRAINING, STOPPING or STOPPED. `health` is
+    `{"state": …, "reasons": […]}` as it last reported. `supervisor` is the supervisor that started it, if any.
+    `types` are the command types that it has handlers for, as "orders/ship". `version` is the release of
+    commandbus, `code_version` the version of its handlers' code: the setting, or a hash of the code.
     """
 
     id: str

@@ -148,7 +148,7 @@ def prune_all(
 def prune_for_operator(
     retention: Retention, what: OperatorAction, *, portion: int | None = None, go_on_from: str | None = None
 ) -> Plan[PruneReport]:
-    """Prune for a person. The audit names the person twice: before anything is deleted, and with what was deleted."""
+    """Prune for a person. The audit names the person before anything is deleted, and then what was deleted."""
     if go_on_from is None:
         yield note_prune("PRUNE", what, {"age_seconds": retention.age_seconds, "count": retention.count})
     report = yield from prune_all(retention, portion=portion, go_on_from=go_on_from)
@@ -161,7 +161,7 @@ def _counts(report: PruneReport) -> dict[str, int]:
     return {name: getattr(report, name) for name in names} | {"dropped": sum(report.dropped.values())}
 
 
-# --- the stages: each takes one bite, and returns how many rows it removed and where to go on ---------------------
+# --- the stages: each takes one bite, and returns how many rows it removed and where to go on --------------------
 
 
 def _excess(retention: Retention, place: Place) -> Plan[_Step]:
@@ -280,15 +280,16 @@ def _is_id(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_ID
 
 
-# --- preview ------------------------------------------------------------------------------------------------------
+# --- preview -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class PrunePreview:
     """What a prune would delete now. Nothing is deleted, and no row is locked.
 
-    Counts stop at 10,000; `capped` names those that did. `commands` are counted among the oldest 20,000 commands: if `is_partial`, newer ones may
-    follow. `batches` and `processes` had finished by then; each of them goes when none of its commands is left.
+    Counts stop at 10,000; `capped`names those that did. `commands` are counted among the oldest 20,000 commands:
+    if `is_partial`, newer ones may follow. `batches` and `processes` had finished by then; each of them goes when
+    none of its commands is left.
     `before`: what finished earlier is deleted; None: only `count` decides.
     """
 

@@ -1,4 +1,5 @@
-"""Questions to workers, and their answers: where an attempt is now, and that a worker is to be replaced."""
+"""Questions to workers, and their answers: where an attempt is now, and that a worker is to be replaced, to pause
+or to go on."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import field
 from datetime import UTC, datetime
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from psycopg import errors as pg
 
@@ -21,6 +22,9 @@ from commandbus.quick_dataclass import dataclass
 ALIVE_SECONDS: Final = 15.0
 FIRST_LOOK_SECONDS: Final = 0.03
 LONGEST_LOOK_SECONDS: Final = 0.25
+
+Wish = Literal["RECYCLE", "PAUSE", "RESUME"]
+"""What operators ask of a worker."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,12 +101,20 @@ def ask_for_stack(domain: str, command_id: str) -> Steps[Asked]:
 
 
 @operation(atomic=False)
-def ask_to_recycle(worker: str, action: OperatorAction) -> Steps[Asked]:
-    """Ask a worker to end when what runs has ended, so that its supervisor starts a replacement."""
+def ask_worker(worker: str, kind: Wish, action: OperatorAction) -> Steps[Asked]:
+    """Ask a worker for what an operator wants. RECYCLE: end when what runs has ended, so that the supervisor
+    starts a replacement. PAUSE: claim nothing more. RESUME: claim again."""
     worker = names.to_id(worker, "worker")
     rows = yield Statement(
-        b"SELECT commandbus.request_recycle(%(worker)s, %(alive)s::float8, %(operator)s, %(reason)s)",
-        {"worker": worker, "alive": ALIVE_SECONDS, "operator": action.operator, "reason": action.reason},
+        b"SELECT commandbus.request_of_operator("
+        b"%(worker)s, %(kind)s, %(alive)s::float8, %(operator)s, %(reason)s)",
+        {
+            "worker": worker,
+            "kind": kind,
+            "alive": ALIVE_SECONDS,
+            "operator": action.operator,
+            "reason": action.reason,
+        },
     )
     if rows[0][0] is None:
         raise InvalidOperationError(f"no worker {worker!r} is alive: `commandbus workers` lists those that are")
@@ -148,15 +160,17 @@ def live_stack(
     return LiveStack(*about, taken_at, found.get("seconds"), stacks, found.get("problem"))
 
 
-def recycled(asked: Asked, found: Mapping[str, Any] | None, wait: float) -> None:
-    """Raise what is wrong, if the worker does not recycle."""
+def complied(kind: Wish, asked: Asked, found: Mapping[str, Any] | None, wait: float) -> bool:
+    """Returns whether the worker's state has changed. Raises what is wrong, if the worker does not do it."""
+    verb = kind.lower()
     if found is None:
         raise InvalidOperationError(
             f"worker {asked.worker} did not answer within {wait:g} s; if it hears of it within a minute, it "
-            f"recycles all the same"
+            f"{verb}s all the same"
         )
     if found.get("problem") is not None:
-        raise InvalidOperationError(f"worker {asked.worker} does not recycle: {found['problem']}")
+        raise InvalidOperationError(f"worker {asked.worker} does not {verb}: {found['problem']}")
+    return bool(found.get("changed", True))
 
 
 # --- workers -----------------------------------------------------------------------------------------------------

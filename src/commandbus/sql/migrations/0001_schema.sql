@@ -318,11 +318,11 @@ CREATE UNLOGGED TABLE commandbus.worker_slots (
 ) WITH (fillfactor = 50);
 
 -- Questions to workers. STACK: where is this attempt now? RECYCLE: end when what runs has ended, so that the supervisor starts
--- a replacement. The worker answers in the row. Rows are removed after ten minutes.
+-- a replacement. PAUSE: claim nothing more; RESUME: claim again. The worker answers in the row. Rows are removed after ten minutes.
 CREATE UNLOGGED TABLE commandbus.worker_request (
     id            bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
     worker        text NOT NULL,
-    kind          text NOT NULL CHECK (kind IN ('STACK', 'RECYCLE')),
+    kind          text NOT NULL CHECK (kind IN ('STACK', 'RECYCLE', 'PAUSE', 'RESUME')),
     domain        text,
     msg_id        bigint,
     read_ct       integer,
@@ -2255,15 +2255,19 @@ $sql$, 'q_' || p_domain || '__commands') INTO v_msg_id, v_read_ct, worker USING 
 END
 $$;
 
--- Asks a worker to end when what runs has ended, so that its supervisor starts a replacement. Returns the request; null if
--- there is no such live worker. The action is recorded. Locks: none. Index: the worker's key.
-CREATE FUNCTION commandbus.request_recycle(p_worker text, p_alive float8, p_operator text, p_reason text) RETURNS bigint
+-- Asks a worker for what an operator wants: RECYCLE, PAUSE or RESUME. Returns the request; null if there is no such live worker.
+-- The action is recorded. Locks: none. Index: the worker's key.
+CREATE FUNCTION commandbus.request_of_operator(p_worker text, p_kind text, p_alive float8, p_operator text, p_reason text)
+    RETURNS bigint
     LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
 DECLARE
     v_worker commandbus.worker;
     v_domain text;
     v_id bigint;
 BEGIN
+    IF p_kind NOT IN ('RECYCLE', 'PAUSE', 'RESUME') THEN
+        RAISE invalid_parameter_value USING MESSAGE = format('an operator cannot ask for %s', p_kind);
+    END IF;
     SELECT * INTO v_worker FROM commandbus.worker w
      WHERE w.id = p_worker AND w.state <> 'STOPPED' AND w.heartbeat_at > now() - make_interval(secs => p_alive);
     IF NOT FOUND THEN
@@ -2274,10 +2278,10 @@ BEGIN
     END LOOP;
     DELETE FROM commandbus.worker_request r WHERE r.requested_at < now() - interval '10 minutes';
     INSERT INTO commandbus.worker_request (worker, kind, domain, reason)
-    VALUES (p_worker, 'RECYCLE', v_worker.domains[1], left(p_operator || COALESCE(': ' || p_reason, ''), 500))
+    VALUES (p_worker, p_kind, v_worker.domains[1], left(p_operator || COALESCE(': ' || p_reason, ''), 500))
     RETURNING id INTO v_id;
     INSERT INTO commandbus.control_action (subject, action, operator, reason)
-    VALUES ('worker ' || v_worker.domains[1] || '/' || p_worker, 'RECYCLE', p_operator, p_reason);
+    VALUES ('worker ' || v_worker.domains[1] || '/' || p_worker, p_kind, p_operator, p_reason);
     PERFORM pg_notify('commandbus_fleet', p_worker);
     RETURN v_id;
 END

@@ -93,6 +93,16 @@ async def _recycle_worker(bus: AsyncCommandBus, operator: str, given: Fields) ->
     return f"worker {given['worker']} drains and is replaced"
 
 
+async def _pause_worker(bus: AsyncCommandBus, operator: str, given: Fields) -> str:
+    changed = await bus.pause_worker(given["worker"], operator=operator, reason=given.get("reason"))
+    return f"worker {given['worker']} {'is' if changed else 'was already'} paused: it claims nothing more"
+
+
+async def _resume_worker(bus: AsyncCommandBus, operator: str, given: Fields) -> str:
+    changed = await bus.resume_worker(given["worker"], operator=operator, reason=given.get("reason"))
+    return f"worker {given['worker']} {'goes on' if changed else 'was not paused'}"
+
+
 ACTIONS: dict[str, Action] = {
     "pause": Action(("domain", "command_type?"), _pause),
     "resume": Action(("domain", "command_type?"), _resume),
@@ -104,6 +114,8 @@ ACTIONS: dict[str, Action] = {
     "run-schedule": Action(("domain", "name"), _run_schedule),
     "delete-schedule": Action(("domain", "name"), _delete_schedule),
     "create-schedule": Action(("domain", "name", *(f"{name}?" for name in _CREATING)), _create_schedule),
+    "pause-worker": Action(("worker",), _pause_worker),
+    "resume-worker": Action(("worker",), _resume_worker),
     "recycle-worker": Action(("worker",), _recycle_worker),
 }
 

@@ -8,7 +8,6 @@ from commandbus.bus import AsyncCommandBus
 from commandbus.errors import InvalidCommandError
 from commandbus.flow.commands.prune import PruneReport
 from commandbus.model.durations import parse_seconds
-from commandbus.settings import Settings
 from commandbus.web.actions.fields import Action, Fields, Portion, as_whole
 
 PORTION: Final = 20_000  # rows that one request looks at
@@ -16,8 +15,6 @@ PORTION: Final = 20_000  # rows that one request looks at
 
 async def _prune(bus: AsyncCommandBus, operator: str, given: Fields) -> str:
     age, count = retention_of(given.get("age"), given.get("count"))
-    if age is None and count is None and keeps_all(bus.settings):
-        raise nothing_given()
     report: PruneReport = await bus.prune(
         age=age,
         count=count,
@@ -32,18 +29,10 @@ async def _prune(bus: AsyncCommandBus, operator: str, given: Fields) -> str:
     return Portion(f"{report.text}; there may be more", {**again, "go_on_from": report.go_on_from})
 
 
-def keeps_all(settings: Settings) -> bool:
-    """Do the settings keep everything that has finished?"""
-    return settings.retention_age is None and settings.retention_count is None
-
-
-def nothing_given() -> InvalidCommandError:
-    """The error for a prune that would delete nothing."""
-    return InvalidCommandError("give an age (30d) or a count: the settings of this console keep everything")
-
-
 def retention_of(age: str | None, count: str | None) -> tuple[float | None, int | None]:
-    """What a form says is kept. An error names the field that is wrong."""
+    """What a form says is kept. An error names the field that is wrong, or says that none is given."""
+    if not age and not count:
+        raise InvalidCommandError("age or count is missing: give an age (30d), or how many of the newest to keep")
     seconds = None if not age else parse_seconds(age, name="age", error=InvalidCommandError)
     return seconds, None if not count else as_whole(count, "count")
 

@@ -23,8 +23,8 @@ class ActionIn(BaseModel):
 
 
 class Done(BaseModel):
-    """What was done. `page`: the page of the console that shows it, if it has one. `again`: this was a portion, and
-    the same action with these fields goes on."""
+    """What was done. `page`: the page of the console that shows it, if it has one. `again`: this was a portion,
+    and the same action with these fields goes on."""
 
     done: str
     page: str | None = None

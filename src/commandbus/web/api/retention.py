@@ -7,7 +7,7 @@ from typing import Annotated
 from fastapi import APIRouter, Query
 
 from commandbus.flow.commands.prune import PrunePreview
-from commandbus.web.actions.retention import keeps_all, nothing_given, retention_of
+from commandbus.web.actions.retention import retention_of
 from commandbus.web.console import Console
 
 
@@ -19,8 +19,6 @@ def add_routes(router: APIRouter, console: Console) -> None:
         age: Annotated[str | None, Query(max_length=40, description="A duration, such as 30d.")] = None,
         count: Annotated[str | None, Query(max_length=18, pattern="^[0-9]*$")] = None,
     ) -> PrunePreview:
-        """What a prune by age or by count would delete now. Without either, the settings of the console decide."""
+        """What a prune by age or by count would delete now. Give at least one of them."""
         seconds, keeps = retention_of(age, count)
-        if seconds is None and keeps is None and keeps_all(console.settings):
-            raise nothing_given()
         return await console.reading.preview_prune(age=seconds, count=keeps)
