@@ -20,7 +20,7 @@ ROUNDS = 500
 
 @pytest.fixture
 def attempts() -> AttemptRegistry:
-    quarantine = Quarantine(HandlerRegistry(), turn=None, processes=None, on_turn=lambda _: None)
+    quarantine = Quarantine(HandlerRegistry(), turn=None, processes=lambda: None, on_turn=lambda _: None)
     return AttemptRegistry({}, quarantine, None, CountsPage())
 
 

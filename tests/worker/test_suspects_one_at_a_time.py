@@ -66,7 +66,7 @@ def called() -> list[Attempt]:
 
 @pytest.fixture
 def apart(turn: int, called: list[Attempt]) -> Quarantine:
-    return Quarantine(HandlerRegistry(), turn=turn, processes=2, on_turn=called.append)
+    return Quarantine(HandlerRegistry(), turn=turn, processes=lambda: 2, on_turn=called.append)
 
 
 def test_one_suspect_at_a_time_and_the_end_of_one_calls_the_next(

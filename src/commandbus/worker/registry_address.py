@@ -42,9 +42,12 @@ class Address:
         return asdict(self)
 
 
-def find_address(registry: HandlerRegistry, reference: str | None) -> Address | None:
-    """Where this registry can be found; None if only this process can reach it."""
-    main_module, main_file = _main_address()
+def find_address(
+    registry: HandlerRegistry, reference: str | None, main: tuple[str | None, str | None] | None = None
+) -> Address | None:
+    """Where this registry can be found; None if only this process can reach it. With `main`, which `main_address`
+    has returned before, this reads memory only."""
+    main_module, main_file = main or main_address()
     found = _named(registry, reference) or _searched(registry, has_main=bool(main_module or main_file))
     return None if found is None else Address(*found, main_module, main_file)
 
@@ -80,7 +83,8 @@ def _module_of(handler: Handler) -> str | None:
     return found if isinstance(found, str) else None
 
 
-def _main_address() -> tuple[str | None, str | None]:
+def main_address() -> tuple[str | None, str | None]:
+    """The module, or else the file, of the script that was started."""
     main = sys.modules.get(_MAIN)
     spec = getattr(main, "__spec__", None)
     file = getattr(main, "__file__", None)

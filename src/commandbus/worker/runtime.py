@@ -275,7 +275,7 @@ class WorkerRuntime:
         return Quarantine(
             self._spec.handlers,
             turn=None if self._spec.supervision is None else self._spec.supervision.turn,
-            processes=(
+            processes=lambda: (
                 min(self._settings.quarantine_processes, one_is_free) if self._isolation.is_available else None
             ),
             only_suspects=not self._quarantines,
@@ -375,7 +375,7 @@ class WorkerRuntime:
             on_stuck=self._note_stuck,
             on_tick=self._tick,
             on_end=self._spec.fail,
-            can_isolate=self._isolation.is_available,
+            can_isolate=lambda: self._isolation.is_available,
             name=self._spec.id,
         )
 

@@ -9,17 +9,18 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import psycopg
 import pytest
 
-from commandbus import CommandBus, ConfigurationError, HandlerRegistry
+from commandbus import CommandBus, ConfigurationError, HandlerRegistry, Worker
 from commandbus.worker.execution.handlers import HandlerRegistry as Registry
 from commandbus.worker.registry_address import find_address
 from support.isolated_handlers import handlers
 from support.isolating import Lab, MakeLab
-from support.waiting import Stopwatch, until
+from support.waiting import Stopwatch, until, until_settled
 from support.workers import quick_settings
 
 
@@ -147,6 +148,33 @@ def test_an_address_is_the_defining_module() -> None:
     assert named is not None
     assert (named.module, named.name) == ("support.isolated_handlers", "handlers")
     assert find_address(Registry(), "support.isolated_handlers:handlers") is None
+
+
+class Noting(ModuleType):
+    """A module that notes whether somebody looks for a registry in it."""
+
+    is_seen = False
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "__spec__":
+            ModuleType.__setattr__(self, "is_seen", True)
+        return ModuleType.__getattribute__(self, name)
+
+
+def test_the_address_is_looked_for_when_a_command_needs_a_child_process(
+    bus: CommandBus, db: psycopg.Connection[Any], database: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A large application has thousands of modules to look through, and most workers never need one."""
+    registry = HandlerRegistry()
+    registry.register("orders", "plain", lambda command, ctx: None)
+    noting = Noting("noting")
+    monkeypatch.setitem(sys.modules, "noting", noting)
+    with Worker(registry, settings=quick_settings(database)):
+        bus.send("orders", "plain", {})
+        until_settled(db)
+    assert not noting.is_seen
+    assert find_address(registry, None) is None
+    assert noting.is_seen
 
 
 # --- whole programs ---------------------------------------------------------------------------------------------

@@ -55,7 +55,7 @@ class Ladder:
         on_stuck: Callable[[Attempt, Slot | AsyncSlot], None],
         on_tick: Callable[[float], None],
         on_end: Callable[[BaseException], None],
-        can_isolate: bool,
+        can_isolate: Callable[[], bool],
         name: str,
     ) -> None:
         self._timeouts = timeouts
@@ -300,7 +300,7 @@ class Ladder:
             self._leave_loop(slot, "the application's event loop was blocked, by code that is no handler's")
             return
         here = [there.loop for other in list(self._running.values()) if (there := on_loop(other)) is not None]
-        if here.count(slot.loop) > 1 and self._can_isolate:
+        if here.count(slot.loop) > 1 and self._can_isolate():
             self._health.record_stuck_thread()
             logger.error("the event loop is blocked, by a task or callback of an attempt that cannot be named")
             self._leave_loop(slot, "its event loop was blocked, and the cause is not known", suspect=True)

@@ -39,7 +39,7 @@ class Children:
         most: int,
         keeps_warm: bool,
         max_memory_mb: int | None,
-        what: str,
+        what: Callable[[], str],
         name: str,
     ) -> None:
         self._most = most
@@ -205,7 +205,7 @@ class Children:
             raise
 
     def _too_slow(self, process: ChildProcess) -> StartError:
-        text = f"its child process was still importing {self._what} after {START_SECONDS:g} s"
+        text = f"its child process was still importing {self._what()} after {START_SECONDS:g} s"
         where = place_of(process)
         if monotonic() - process.born_at > LONGEST_IMPORT:
             process.kill()

@@ -11,6 +11,7 @@ the COMMIT of a `ctx.transaction()`, the fence decides: a settlement after it is
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import secrets
@@ -40,7 +41,7 @@ from commandbus.worker.isolation.child_process import ChildProcess
 from commandbus.worker.isolation.child_start import StartError
 from commandbus.worker.isolation.descendants import kill_marked
 from commandbus.worker.isolation.remote_errors import remake_error
-from commandbus.worker.registry_address import Address, find_address, refuse_in_child
+from commandbus.worker.registry_address import Address, find_address, main_address, refuse_in_child
 
 __all__ = ["Child", "Isolation"]
 
@@ -80,8 +81,9 @@ class Isolation:
         self._terminate = terminate
         self._on_exhausted = on_exhausted
         asking = [handler for handler in registry if handler.options.isolation == "process"]
-        self._address = find_address(registry, settings.handlers)
-        if self._address is None and asking:
+        self._registry = registry
+        self._main = main_address()
+        if asking and not self.is_available:
             raise ConfigurationError(
                 f'isolation="process" of {", ".join(handler.name for handler in asking)}: a process of its own '
                 f"could not find it, because the registry is not a module-level variable of an importable module "
@@ -96,9 +98,15 @@ class Isolation:
             most=settings.concurrency,
             keeps_warm=bool(asking),
             max_memory_mb=settings.max_memory_mb,
-            what="" if self._address is None else _name_of(self._address),
+            what=lambda: "" if self._address is None else _name_of(self._address),
             name=worker,
         )
+
+    @functools.cached_property
+    def _address(self) -> Address | None:
+        """Looked for when it is first needed: a large application has thousands of modules to look through, and
+        most workers never start a child process. The ladder may need it, so this reads memory only."""
+        return find_address(self._registry, self._settings.handlers, self._main)
 
     @property
     def is_available(self) -> bool:

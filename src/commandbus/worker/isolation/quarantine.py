@@ -49,8 +49,8 @@ _MOMENT: Final = struct.Struct("d")
 
 
 class Quarantine:
-    """The attempts of one worker that run apart. `processes` bounds quarantine; None if nothing can run in child
-    processes here. `only_suspects`: other commands in quarantine run in slots as usual.
+    """The attempts of one worker that run apart. `processes` returns the bound of quarantine, or None if nothing can
+    run in child processes here; it is asked when a command needs one. `only_suspects`: other commands in quarantine run in slots as usual.
 
     `on_turn` is told of each suspect whose turn has come. It must not wait.
     """
@@ -60,7 +60,7 @@ class Quarantine:
         handlers: HandlerRegistry,
         *,
         turn: int | None,
-        processes: int | None,
+        processes: Callable[[], int | None],
         only_suspects: bool = False,
         on_turn: Callable[[Attempt], None],
     ) -> None:
@@ -93,13 +93,14 @@ class Quarantine:
         room = self._room_of(domain)
         alone = [row for row in odd if row.id is not None and (row.alone or row.before is not None)]
         quarantined = [row for row in odd if room.is_quarantined(row)]
+        processes = self._processes() if quarantined else None
         with self._lock:
             self._is_admitting = True
             for_alone = self._room_in_line() if alone and self._take_turn() else 0
             soonest = max(FIRST_DELAY, self._read_line_end() - monotonic(), self._first_seconds / 2)
             for_others = None
-            if self._processes is not None:
-                for_others = max(0, self._processes - sum(not value for value in self._inside.values()))
+            if processes is not None:
+                for_others = max(0, processes - sum(not value for value in self._inside.values()))
         late = alone[for_alone:] + ([] if for_others is None else quarantined[for_others:])
         for row in late:
             self.late_until = max(self.late_until, monotonic() + delay_apart(row.waived + 1, spread=1.0))
