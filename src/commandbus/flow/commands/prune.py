@@ -287,7 +287,7 @@ def _is_id(value: object) -> bool:
 class PrunePreview:
     """What a prune would delete now. Nothing is deleted, and no row is locked.
 
-    Counts stop at 10,000; `capped`names those that did. `commands` are counted among the oldest 20,000 commands:
+    Counts stop at 10,000; `capped` names those that did. `commands` are counted among the oldest 20,000 commands:
     if `is_partial`, newer ones may follow. `batches` and `processes` had finished by then; each of them goes when
     none of its commands is left.
     `before`: what finished earlier is deleted; None: only `count` decides.
