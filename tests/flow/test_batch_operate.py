@@ -24,6 +24,7 @@ from commandbus.flow.batches.leftovers import Canceling, leftovers
 from commandbus.flow.batches.operate import cancel_bite, mark, resume
 from commandbus.flow.commands import operate
 from commandbus.flow.commands.renew import pending_cancels
+from support.waiting import until
 
 Db = psycopg.Connection[Any]
 
@@ -169,9 +170,47 @@ def test_a_sweep_leaves_it_to_who_is_at_it(orders: Bus, db: Db) -> None:
     with psycopg.connect(orders.url) as conn:
         orders.run(cancel_bite(canceling, after_id=0, is_sweep=False), conn)
         assert orders.run(cancel_bite(canceling, after_id=0, is_sweep=True)) is None
-        assert orders.follow(resume(canceling)) == (0, 0)
+        assert orders.follow(resume(canceling)) == (0, 0, 0)
         conn.commit()
     assert states(db) == {"CANCELED": 3}
+
+
+LOCKED = {
+    "queue row": "SELECT FROM pgmq.q_orders__commands ORDER BY msg_id LIMIT 1 FOR UPDATE",
+    "command row": "SELECT FROM commandbus.command WHERE batch IS NOT NULL ORDER BY id LIMIT 1 FOR UPDATE",
+}
+
+
+@pytest.mark.parametrize("row", LOCKED)
+def test_a_locked_member_holds_up_nobody_and_is_canceled_later(orders: Bus, db: Db, row: str) -> None:
+    made = orders.create_batch("orders", commands(50), batch_id="b")
+    with psycopg.connect(orders.url) as other:
+        other.execute(LOCKED[row].encode())
+        report = orders.cancel_batch("orders", "b", operator="ann")  # were it to wait, nobody would end the lock
+        assert (report.canceled, report.requested, report.left) == (49, 0, 1)
+        assert states(db) == {"CANCELED": 49, "PENDING": 1}
+        (canceling,) = orders.run(leftovers()).to_cancel
+        assert orders.follow(resume(canceling)) == (0, 0, 1), "a sweep does not wait for it, either"
+    (canceling,) = orders.run(leftovers()).to_cancel
+    assert orders.follow(resume(canceling)) == (1, 0, 0)
+    assert states(db) == {"CANCELED": 50}
+    assert orders.run(leftovers()).to_cancel == []
+    orders.run(fold([made.id]))
+    assert orders.get_batch("orders", "b").status == BatchStatus.CANCELED
+
+
+@sync_only
+def test_a_lock_of_a_moment_is_waited_for(orders: Bus, db: Db) -> None:
+    orders.create_batch("orders", commands(5), batch_id="b")
+    with psycopg.connect(orders.url) as other:
+        other.execute(LOCKED["queue row"].encode())
+
+        def release() -> None:
+            until(lambda: states(db) == {"CANCELED": 4, "PENDING": 1})
+            other.rollback()
+
+        report, _ = at_once([lambda: orders.cancel_batch("orders", "b"), release])
+    assert (report.canceled, report.left) == (5, 0)
 
 
 def test_who_was_asked_and_vanished_is_canceled(orders: Bus, db: Db) -> None:

@@ -249,3 +249,33 @@ def test_another_roles_connection_is_left_alone_and_told(
             assert is_open(db, theirs)
     finally:
         server_admin(sql.SQL("DROP ROLE {}").format(sql.Identifier(stranger)))
+
+
+@sync_only
+def test_a_role_without_statistics_is_told_of_anothers_connection_too(
+    orders: Bus, db: psycopg.Connection[Any], database: str, server_admin: Callable[[sql.Composable], None]
+) -> None:
+    """To such a role the server does not say what kind of session another role has. It must not take that for
+    nobody: a statement which that session left running could still commit."""
+    plain, stranger = (f"{name}_{uuid.uuid4().hex[:8]}" for name in ("plain", "stranger"))
+    for role in (plain, stranger):
+        server_admin(sql.SQL("CREATE ROLE {} LOGIN").format(sql.Identifier(role)))
+    try:
+        with (
+            session(database, "commandbus w1 handlers", user=stranger) as theirs,
+            session(database, "commandbus w1 settler", user=plain) as own,
+            session(database, "coroner", user=plain) as conn,
+        ):
+            kind = "SELECT backend_type FROM pg_stat_activity WHERE pid = %s"
+            assert one(conn, kind, theirs.info.backend_pid) is None, "it is hidden"
+            assert orders.run(terminate_backends("w1"), conn) == (1, 1)
+            while is_open(db, own):
+                pass
+            assert is_open(db, theirs)
+            assert orders.run(terminate_backends("w1"), conn) == (0, 1)
+            assert orders.run(terminate_backends("w2"), conn) == (0, 0), (
+                "processes of the server itself do not count"
+            )
+    finally:
+        for role in (plain, stranger):
+            server_admin(sql.SQL("DROP ROLE {}").format(sql.Identifier(role)))

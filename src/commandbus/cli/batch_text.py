@@ -48,7 +48,8 @@ def canceled(report: BatchCancelReport, holds: str) -> str:
     if holds == "processes":
         return f"{which}: asked {report.requested} {'process' if report.requested == 1 else 'processes'} to stop"
     asked = f"; asked {report.requested} that {'runs' if report.requested == 1 else 'run'} to stop"
-    return f"canceled {report.canceled} of {which}{asked if report.requested else ''}"
+    left = f"; another session has locked {report.left}: a worker cancels the rest"
+    return f"canceled {report.canceled} of {which}{asked if report.requested else ''}{left if report.left else ''}"
 
 
 def retried(report: BatchRetryReport) -> str:

@@ -147,12 +147,14 @@ class BatchRecord:
 
 @dataclass(frozen=True, slots=True)
 class BatchCancelReport:
-    """What `cancel_batch` did: how many members it canceled, and how many run and were asked to stop."""
+    """What `cancel_batch` did: how many members it canceled, and how many run and were asked to stop. `left`:
+    another session has locked so many; a worker of the domain cancels them when they are free."""
 
     domain: str
     batch_id: str
     canceled: int
     requested: int
+    left: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,16 +33,19 @@ from commandbus.model.batch import BatchCancelReport, BatchRetryReport
 
 BITE = 1000
 PASSES = 20  # if members still move after that, the workers' sweep does the rest
+PASS_SECONDS = 0.05
 _LOCK_SPACE = 0x636D6262  # "cmbb": advisory locks of cancellations
 _LOCK = b"SELECT pg_catalog.pg_advisory_xact_lock(%(space)s::bigint << 32 | %(key)s::bigint)"
 _TRY_LOCK = b"SELECT pg_catalog.pg_try_advisory_xact_lock(%(space)s::bigint << 32 | %(key)s::bigint)"
 
 
 class Canceled(NamedTuple):
-    """What a portion, or all of them, did: how many members ended, how many were asked to stop."""
+    """What a portion, or all of them, did: how many members ended, how many were asked to stop, and how many are
+    left to the sweep of the workers."""
 
     canceled: int = 0
     requested: int = 0
+    left: int = 0
 
 
 class _Bite(NamedTuple):
@@ -93,9 +96,14 @@ def mark(domain: str, batch_id: str, what: OperatorAction) -> Steps[Canceling]:
 
 def cancel_commands(canceling: Canceling, *, is_sweep: bool) -> Plan[Canceled]:
     """Pass over the members until all have ended or were asked to stop. A sweep does nothing while another program
-    works on this cancellation."""
-    canceled = requested = 0
-    for _ in range(PASSES):
+    works on this cancellation.
+
+    Members that another transaction has locked are passed by. Claims and settlements lock them for a moment only,
+    so the next pass comes a moment later. If somebody holds a lock for longer, the workers' sweep comes back."""
+    canceled = requested = moving = 0
+    for number in range(PASSES):
+        if number:
+            yield _wait_a_moment()
         moving, last_id, is_last = 0, 0, False
         while not is_last:
             bite: _Bite | None = yield cancel_bite(canceling, after_id=last_id, is_sweep=is_sweep)
@@ -110,7 +118,14 @@ def cancel_commands(canceling: Canceling, *, is_sweep: bool) -> Plan[Canceled]:
         if not moving:
             yield done(canceling.id)
             break
-    return Canceled(canceled, requested)
+        if is_sweep:
+            break  # it comes again
+    return Canceled(canceled, requested, moving)
+
+
+@operation(atomic=False)
+def _wait_a_moment() -> Steps[None]:
+    yield Statement(b"SELECT pg_catalog.pg_sleep(%(seconds)s)", {"seconds": PASS_SECONDS})
 
 
 def cancel_processes(canceling: Canceling, *, is_sweep: bool) -> Plan[Canceled]:

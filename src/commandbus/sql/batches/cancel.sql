@@ -2,19 +2,20 @@
 -- members are asked to stop. Returns what a reply needs, and what was done (ASKED: somebody had asked before). Members that
 -- are not PENDING, or were moved meanwhile, are not returned.
 --
--- Locks: queue rows in key order (waits for claims and settlements that are not committed yet, then sees their result),
--- then command rows, found by the message that names them. Indexes: the command's key, the queue's key. The caller's next
--- statement deletes the rows of `parked`.
+-- Locks: command rows, then queue rows. It waits for neither, so this order can block nobody: a member of which another
+-- transaction has locked one of both is not returned, and the caller comes back to it. Indexes: the command's key, the
+-- queue's key. The caller's next statement deletes the rows of `parked`.
 WITH target AS MATERIALIZED (
     SELECT id, msg_id, attempt_base FROM commandbus.command
      WHERE id = ANY (%(ids)s::bigint[]) AND status OPERATOR(pg_catalog.=) 'PENDING'
+       FOR NO KEY UPDATE SKIP LOCKED
 ), found AS MATERIALIZED (
     SELECT q.msg_id, q.read_ct, COALESCE(q.headers ? 'held_by'::text, false) AS is_held,
            COALESCE(q.headers ? 'cancel'::text, false) AS is_asked
       FROM pgmq.{queue} q
      WHERE q.msg_id = ANY (ARRAY(SELECT msg_id FROM target))
      ORDER BY q.msg_id
-       FOR UPDATE
+       FOR UPDATE SKIP LOCKED
 ), gone AS (
     DELETE FROM pgmq.{queue} WHERE msg_id = ANY (ARRAY(SELECT msg_id FROM found WHERE NOT is_held))
     RETURNING msg_id, read_ct, (message ->> 'command'::text)::bigint AS command

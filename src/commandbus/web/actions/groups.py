@@ -13,8 +13,10 @@ async def _close_batch(bus: AsyncCommandBus, operator: str, given: Fields) -> st
 
 
 async def _cancel_batch(bus: AsyncCommandBus, operator: str, given: Fields) -> str:
-    await bus.cancel_batch(given["domain"], given["id"], operator=operator, reason=given.get("reason"))
-    return f"batch {given['id']} is being canceled"
+    report = await bus.cancel_batch(given["domain"], given["id"], operator=operator, reason=given.get("reason"))
+    left = f"; {report.left} locked by another session, which a worker cancels later" if report.left else ""
+    done = f"{report.canceled} canceled, {report.requested} asked to stop{left}"
+    return f"batch {given['id']} is being canceled: {done}"
 
 
 async def _retry_batch(bus: AsyncCommandBus, operator: str, given: Fields) -> str:
