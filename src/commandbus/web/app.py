@@ -71,8 +71,8 @@ def create_console(
     )
     app.state.console = console
     app.mount("/static", StaticFiles(directory=Path(__file__).parent / "static"), name="static")
-    app.include_router(api_routes(console))
-    app.include_router(page_routes(console))
+    # They are whole. `include_router` would make each of them a second time when the first request comes.
+    app.router.routes += [*api_routes(console).routes, *page_routes(console).routes]
     _add_entrance(app, console)
     _add_actions(app, console)
     _add_health(app, console)
