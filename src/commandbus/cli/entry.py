@@ -89,7 +89,10 @@ COMMANDS = {
     "top": ("top", "Show what needs a person, what waits and runs per domain, and what every slot runs; live."),
     "stack": ("stack", "Show where a running command is at this moment."),
     "recycle": ("stack", "Have a worker replaced: it claims nothing more, and ends when what it runs has ended."),
-    "pause-worker": ("stack", "Pause one worker: it claims nothing more, and finishes what it runs."),
+    "pause-worker": (
+        "stack",
+        "Pause one worker: it claims nothing more, gives back what has not started, and finishes what it runs.",
+    ),
     "resume-worker": ("stack", "Let a paused worker claim again."),
     "prune": ("prune", "Delete finished commands, old archives and rejected messages."),
 }

@@ -154,7 +154,8 @@ _OPERATOR = [
     ("INSERT, UPDATE", ("command", "batch", "process", "process_step", "breaker")),
     ("INSERT, DELETE", ("batch_delta", "pause")),
     ("INSERT", ("operator_action", "control_action", "undelivered_reply")),
-    ("DELETE, UPDATE (id)", _ASIDES),  # a prune by the settings drops what is too much
+    ("DELETE", _ASIDES),  # a prune by the settings drops what is too much
+    ("UPDATE (id)", _ASIDES),
     ("UPDATE, DELETE", ("tsq",)),
     ("UPDATE (retry_at)", ("attempt",)),  # a resume lets parked commands go
     ("UPDATE (state, receipt, note, ended_at)", ("effect",)),
