@@ -166,6 +166,19 @@ def test_a_token_signs_in_and_works_as_a_bearer(bus: CommandBus, serve: Serve) -
     assert [(item.operator, item.reason) for item in bus.pauses()] == [("ann", "by a program")]
 
 
+def test_nobody_else_signs_a_visitor_out(serve: Serve) -> None:
+    visit = serve(Access(tokens={"t" * 20: Visitor("ann", "operator")}))
+    entered = visit.post("/sign-in", {"token": "t" * 20})
+    visit.headers["Cookie"] = entered.headers["set-cookie"].partition(";")[0]
+    assert 'action="/sign-out"' in visit.get("/domains").text
+    assert visit.post("/sign-out", {}).status == 403, "no mark: not a form of this console"
+    mark = visit.mark("/domains")
+    assert visit.post("/sign-out", {"mark": mark}, Sec_Fetch_Site="cross-site").status == 403
+    gone = visit.post("/sign-out", {"mark": mark})
+    assert (gone.status, gone.headers["location"]) == (303, "/sign-in")
+    assert "Max-Age=0" in gone.headers["set-cookie"]
+
+
 def test_the_api_describes_itself_and_gives_what_the_pages_show(
     database: str, bus: CommandBus, serve: Serve
 ) -> None:

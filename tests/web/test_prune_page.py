@@ -104,3 +104,12 @@ def test_who_may_not_and_what_is_wrong_deletes_nothing(bus: CommandBus, serve: S
         answer = ann.act("prune", "/prune?age=1d", **fields)
         assert answer.status == 400, fields
     assert _left(bus) == 5
+
+
+def test_counting_that_takes_too_long_says_what_to_do(bus: CommandBus, ann: Visit) -> None:
+    """Somebody's lock makes the statement of the page take longer than two seconds."""
+    with psycopg.connect(bus.settings.database_url) as conn:
+        conn.execute("LOCK TABLE commandbus.rejected_message IN ACCESS EXCLUSIVE MODE")
+        answer = ann.get("/api/prune", count="1000000")
+    assert answer.status == 503
+    assert list(answer.json) == ["error"]

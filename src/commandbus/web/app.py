@@ -138,6 +138,9 @@ def _add_entrance(app: FastAPI, console: Console) -> None:
 
     @app.post("/sign-out", include_in_schema=False)
     async def sign_out(request: Request) -> Response:
+        given = await _form(request)
+        if not console.access.is_ours(request, request.state.visitor, given.get(MARK_FIELD, "")):
+            return _not_ours(request, console)
         root = str(request.scope.get("root_path", ""))
         response = RedirectResponse(f"{root}/sign-in", status_code=303)
         response.delete_cookie(COOKIE, path=f"{root}/")
@@ -150,10 +153,7 @@ def _add_actions(app: FastAPI, console: Console) -> None:
         visitor: Visitor = request.state.visitor
         given = await _form(request)
         if not console.access.is_ours(request, visitor, given.get(MARK_FIELD, "")):
-            return console.page(
-                request, "problem.html", status_code=403, problem="Nothing was done",
-                text="The form was not one of this console's own, or it was too old. Open the page again.",
-            )  # fmt: skip
+            return _not_ours(request, console)
         if not visitor.may_act:
             return console.page(
                 request, "problem.html", status_code=403, problem="Nothing was done",
@@ -174,6 +174,13 @@ def _add_actions(app: FastAPI, console: Console) -> None:
                 back=_local(given.get("back")),
             )  # fmt: skip
         return console.page(request, "done.html", sentence=sentence, back=_local(given.get("back")))
+
+
+def _not_ours(request: Request, console: Console) -> Response:
+    return console.page(
+        request, "problem.html", status_code=403, problem="Nothing was done",
+        text="The form was not one of this console's own, or it was too old. Open the page again.",
+    )  # fmt: skip
 
 
 def _local(path: str | None) -> str:

@@ -113,6 +113,7 @@ class Console:
                 status_code=status_code,
                 visitor=visitor,
                 handlers=self.handlers,
+                signs_out=self.access.has_tokens,
                 mark="" if visitor is None else self.access.csrf_mark(visitor),
                 given=dict(request.query_params),
                 **values,

@@ -37,4 +37,12 @@ def retention_of(age: str | None, count: str | None) -> tuple[float | None, int 
     return seconds, None if not count else as_whole(count, "count")
 
 
+def too_many_to_count(count: str | None) -> str:
+    """What to do if the newest commands could not be counted in the time that a page has."""
+    return (
+        f"The newest {count} commands could not be counted within two seconds. Give an age instead, or let the "
+        f"command line count them: `commandbus prune --count {count} --preview`."
+    )
+
+
 ACTIONS: dict[str, Action] = {"prune": Action(("age?", "count?", "go_on_from?"), _prune)}

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import APIRouter, Query
+from fastapi import APIRouter, HTTPException, Query
+from psycopg.errors import QueryCanceled
 
 from commandbus.flow.commands.prune import PrunePreview
-from commandbus.web.actions.retention import retention_of
+from commandbus.web.actions.retention import retention_of, too_many_to_count
 from commandbus.web.console import Console
 
 
@@ -21,4 +22,7 @@ def add_routes(router: APIRouter, console: Console) -> None:
     ) -> PrunePreview:
         """What a prune by age or by count would delete now. Give at least one of them."""
         seconds, keeps = retention_of(age, count)
-        return await console.reading.preview_prune(age=seconds, count=keeps)
+        try:
+            return await console.reading.preview_prune(age=seconds, count=keeps)
+        except QueryCanceled:
+            raise HTTPException(503, too_many_to_count(count)) from None

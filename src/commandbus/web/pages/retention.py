@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from fastapi import Request
 from fastapi.responses import Response
+from psycopg.errors import QueryCanceled
 
 from commandbus.model.durations import format_seconds
-from commandbus.web.actions.retention import retention_of
+from commandbus.web.actions.retention import retention_of, too_many_to_count
 from commandbus.web.console import Console
 from commandbus.web.pages.page_route import PageRoutes
 
@@ -22,10 +23,15 @@ def routes(console: Console) -> PageRoutes:
         """What a prune by age or by count would delete now. The form begins with the settings of the console."""
         if not age and not count:
             age, count = usual_age, usual_count
-        found = None
+        found, problem = None, None
         if age or count:
             seconds, keeps = retention_of(age, count)
-            found = await console.reading.preview_prune(age=seconds, count=keeps)
-        return console.page(request, "prune.html", preview=found, age=age or "", count=count or "")
+            try:
+                found = await console.reading.preview_prune(age=seconds, count=keeps)
+            except QueryCanceled:
+                problem = too_many_to_count(count)
+        return console.page(
+            request, "prune.html", preview=found, problem=problem, age=age or "", count=count or ""
+        )
 
     return {"/prune": prune}
