@@ -18,6 +18,7 @@ import pytest
 
 from commandbus import CommandBus, Settings
 from commandbus.db.embedded import EmbeddedPostgres
+from commandbus.flow.operation import Statement, Steps, operation
 from commandbus.web.app import create_console
 from commandbus.web.event_stream import EventStream
 from support.consoles import served
@@ -167,3 +168,19 @@ def test_a_killed_worker_is_named(database: str, bus: CommandBus) -> None:
         bus.send("orders", "ship")
         until(lambda: stream.says("1 command of orders could run, but no worker serves it"), 30)
         assert Visit(port).get("/workers").status == 200
+
+
+def test_a_page_has_two_seconds_on_an_embedded_server_too(tmp_path: Path) -> None:
+    @operation(atomic=False)
+    def timeout() -> Steps[str]:
+        rows = yield Statement(b"SHOW statement_timeout")
+        return str(rows[0][0])
+
+    async def ask() -> list[str]:
+        console = create_console(Settings(database_url=f"embedded:{tmp_path / 'state'}")).state.console
+        try:
+            return [await bus.run(timeout()) for bus in (console.reading, console.acting)]
+        finally:
+            await console.close()
+
+    assert asyncio.run(ask()) == ["2s", "1min"]

@@ -125,10 +125,12 @@ class Console:
 def _bus(settings: Settings, seconds: int, connections: int) -> AsyncCommandBus:
     """A bus whose statements end after so many seconds, where the server accepts such options."""
     url = settings.database_url
+    bounds = f"-c statement_timeout={seconds}s -c lock_timeout={seconds}s"
     if settings.prepared_statements and url and not url.startswith("embedded"):
-        options = f"-c statement_timeout={seconds}s -c lock_timeout={seconds}s {options_of(check_conninfo(url))}"
-        url = make_conninfo(url, options=options.strip())
+        url = make_conninfo(url, options=f"{bounds} {options_of(check_conninfo(url))}".strip())
     modest = replace(
         settings, database_url=url, pool_min_size=0, pool_max_size=connections, pool_timeout=float(2 * seconds)
     )
-    return async_bus_for_people(modest)
+    bus = async_bus_for_people(modest)
+    bus._database.embedded_options = bounds
+    return bus

@@ -17,7 +17,7 @@ from commandbus.web.pages.page_route import PageRoutes
 ACTIONS = (
     "RETRY", "CANCEL", "COMPLETE", "PRIORITY", "RESOLVE_EFFECT", "PAUSE", "RESUME", "OPEN", "CLOSE", "RESET",
     "SET", "UNSET", "OVERRIDE", "END_OVERRIDE", "DELETE", "START", "STOP", "RECYCLE",
-    "PRUNE", "PRUNED",
+    "PRUNE", "PRUNED", "CREATE", "REPLACE", "RUN_NOW",
 )  # fmt: skip
 
 
