@@ -49,12 +49,20 @@ MORE = [
     "/commands?search=correlation:trace",
     "/troubleshooting?domain=trouble&command_type=work",
     "/audit?domain=trouble&since=1h",
+    "/prune?count=1000",
     "/metrics",
 ]
 COUNTING = 75_000  # up to 10,000 of each kind in each of the domains
 FEW = 1_000
 GROUPING = 12_000  # up to 5,000 attempts that were stopped, each with its command
-BLOCKS = {"/": COUNTING, "/domains": COUNTING, "/metrics": COUNTING, "/stuck": GROUPING}
+PREVIEWING = 2_500  # the oldest 20,000 commands, and the newest as far as a thousand of them have finished
+BLOCKS = {
+    "/": COUNTING,
+    "/domains": COUNTING,
+    "/metrics": COUNTING,
+    "/stuck": GROUPING,
+    "/prune?count=1000": PREVIEWING,
+}
 
 
 class Read(NamedTuple):

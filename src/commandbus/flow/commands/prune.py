@@ -133,7 +133,8 @@ def prune_all(
         if stage == "excess" and gone:
             kind = ASIDES[table or next(iter(ASIDES))]
             dropped[kind] = dropped.get(kind, 0) + gone
-        bites = None if bites is None else bites - 1
+        if bites is not None and (gone or (place is not None and place.stage == stage)):
+            bites -= 1  # the last look of a stage, which finds nothing, does not count
     return PruneReport(
         removed.get("commands", 0),
         removed.get("archives", 0),
