@@ -2,8 +2,9 @@
 
 psycopg asks `importlib.metadata` for its own version, and that brings `email`, `zipfile` and `csv`: 2 MB. While
 `light_imports()` lasts, a small module stands in for it, which reads versions from the names of folders, and
-leaves everything else to the real one. psycopg also imports `asyncio`, and that `ssl`: another megabyte. A
-process that has no event loop can leave `ssl` out; libpq has its own.
+leaves everything else to the real one. psycopg imports `ctypes.util`, too, which brings `tempfile`, `shutil` and
+the compressors (0.6 MB), and uses it only where it has no C code. And it imports `asyncio`, and that `ssl`:
+another megabyte. A process that has no event loop can leave `ssl` out; libpq has its own.
 
 It needs the standard library only, because the command line uses it before our other imports.
 """
@@ -19,6 +20,7 @@ from types import ModuleType
 from typing import Any, Final
 
 REAL: Final = "importlib.metadata"
+UTIL: Final = "ctypes.util"
 
 
 def version_of(name: str) -> str | None:
@@ -62,32 +64,38 @@ def _plain(name: str) -> str:
     return name.lower().replace("-", "_").replace(".", "_")
 
 
-class _Metadata(ModuleType):
-    """Stands in for the real module, which is imported for anything but a version."""
-
-    def version(self, name: str) -> str:
-        found: str = _version_in(_folder_of(name)) or self._real().version(name)
-        return found
+class _Later(ModuleType):
+    """Stands in for a module that is imported when somebody uses it."""
 
     def __getattr__(self, name: str) -> object:
         found: object = getattr(self._real(), name)
         return found
 
     def _real(self) -> ModuleType:
-        if sys.modules.get(REAL) is self:
-            del sys.modules[REAL]
-        return importlib.import_module(REAL)
+        if sys.modules.get(self.__name__) is self:
+            del sys.modules[self.__name__]
+        return importlib.import_module(self.__name__)
+
+
+class _Metadata(_Later):
+    """Knows versions itself."""
+
+    def version(self, name: str) -> str:
+        found: str = _version_in(_folder_of(name)) or self._real().version(name)
+        return found
 
 
 @contextmanager
 def light_imports(*, has_loop: bool = True) -> Iterator[None]:
     """For the imports of a process that we have started; no other thread imports anything meanwhile. Without a
     loop, `asyncio` knows no TLS in this process from now on; `import ssl` works again afterwards."""
-    stand_ins: dict[str, Any] = {REAL: _Metadata(REAL)}
+    stand_ins: dict[str, Any] = {REAL: _Metadata(REAL), UTIL: _Later(UTIL)}
     if not has_loop:
         stand_ins["ssl"] = None  # its import fails
     added = {name: module for name, module in stand_ins.items() if name not in sys.modules}
     sys.modules.update(added)
+    if UTIL in added:
+        vars(importlib.import_module("ctypes"))["util"] = added[UTIL]  # until somebody imports the real one
     try:
         yield
     finally:

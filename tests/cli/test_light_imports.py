@@ -44,7 +44,7 @@ def modules_after(code: str) -> list[str]:
 def test_a_supervisor_imports_no_worker_and_nothing_for_mail_or_tls():
     found = modules_after(SUPERVISOR)
     assert "psycopg" in found
-    assert not {"email.message", "zipfile", "ssl", "importlib.metadata"} & set(found)
+    assert not {"email.message", "zipfile", "ssl", "importlib.metadata", "tempfile"} & set(found)
     assert not [name for name in found if name.startswith(("commandbus.worker.execution.", "commandbus.limits."))]
 
 
@@ -52,6 +52,7 @@ def test_a_worker_without_limits_imports_no_limit_client_and_nothing_for_mail():
     found = modules_after(WORKER)
     assert "commandbus.worker.runtime" in found
     assert not {"email.message", "zipfile", "importlib.metadata", "commandbus.limits.client"} & set(found)
+    assert not {"importlib.resources", "tempfile", "shutil"} & set(found)
 
 
 def test_psycopg_knows_its_version_and_others_find_the_real_modules():
@@ -60,7 +61,9 @@ def test_psycopg_knows_its_version_and_others_find_the_real_modules():
 {SUPERVISOR}
 import importlib.metadata, json, ssl
 import psycopg, psycopg_pool
+from psycopg.pq import misc
 from psycopg.version import metadata
+assert misc.ctypes.util.find_library("no such library") is None
 assert metadata.PackageNotFoundError is importlib.metadata.PackageNotFoundError
 assert ssl.create_default_context().minimum_version
 print(json.dumps([psycopg.__version__, psycopg_pool.__version__, importlib.metadata.version("psycopg")]))
