@@ -5,8 +5,8 @@ waits in a read that never ends. One thread per process watches every connection
 After the timeout of the statement it asks the server to cancel the statement. If there is still no answer, it
 shuts the socket down, and the waiting thread gets the error that every lost connection gives.
 
-The clock itself never waits: the cancel request is sent on a separate thread. It looks twice a second, and sooner
-if a question must be answered by a certain moment (`run_until`).
+The clock itself never waits: the cancel request is sent on a separate thread. It looks at the very moment when a
+question is due, and every two seconds for new ones. Those have more time than that, or wake it (`run_until`).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from commandbus.logger import safe_logger
 logger = safe_logger("commandbus.database")
 T = TypeVar("T")
 
-TICK_SECONDS: Final = 0.5
+TICK_SECONDS: Final = 2.0
 LATER_SECONDS: Final = 0.001  # a look that comes a moment too early would find nothing to do
 CANCEL_TIMEOUT_SECONDS: Final = 3.0
 

@@ -51,8 +51,10 @@ from commandbus.supervisor.worker_processes import WorkerProcesses
 logger = safe_logger("commandbus.supervisor")
 
 TICK_SECONDS: Final = 0.2
-QUIET_TICK_SECONDS: Final = 0.5
+QUIET_TICK_SECONDS: Final = 0.75
 """How often it looks while all workers are idle and show that they live."""
+FRESH_SECONDS: Final = 0.8
+"""An idle worker's heartbeat comes every half a second. One that is older than this is missed."""
 SHORT_HEARTBEAT: Final = 2.0
 """With a heartbeat_timeout below this it always looks often."""
 LOOK_SECONDS: Final = 0.02
@@ -197,7 +199,7 @@ class Supervisor:
         fleet = self._worker_processes
         if len(fleet.workers) != fleet.settings.processes or fleet.settings.heartbeat_timeout < SHORT_HEARTBEAT:
             return False
-        oldest = now - QUIET_TICK_SECONDS
+        oldest = now - FRESH_SECONDS
         shown = [(worker, worker.snapshot) for worker in fleet.workers]
         return all(worker.is_serving and not board.slots and board.beat_at > oldest for worker, board in shown)
 

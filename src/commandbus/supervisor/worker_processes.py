@@ -36,7 +36,7 @@ from commandbus.worker.memory import resident_megabytes
 
 logger = safe_logger("commandbus.supervisor")
 
-SILENT_SECONDS: Final = 0.6
+SILENT_SECONDS: Final = 0.8
 MEMORY_SECONDS: Final = 1.0
 MEMORY_FACTOR: Final = 2
 START_SECONDS: Final = 300.0

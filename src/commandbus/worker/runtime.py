@@ -80,6 +80,8 @@ SETTLE_RESERVE_SECONDS = 2.0
 LIFESPANS_SECONDS = 1.0  # what on_stop functions get at least, if attempts have used up the time of the stop
 NOT_STARTED_SECONDS = 1.0
 PAUSED = "paused"  # the name of this reason in health
+IDLE_TICK_SECONDS = 0.4
+"""A worker that holds nothing looks after itself at every second tick of the ladder."""
 BRIEF_IDLE_SECONDS = 5.0  # isolated attempts open connections of their own: idle ones here must make room
 
 
@@ -96,6 +98,7 @@ class WorkerRuntime:
         self._is_hurried = False
         # How many had been claimed when a look last found nothing held and nothing waiting.
         self._claimed_when_idle = -1
+        self._ticked_at = 0.0
         self._pause = ClaimPause()
         running: Running = {}
         self._board_writer = self._make_board_writer(running)
@@ -597,6 +600,10 @@ class WorkerRuntime:
             self._claimer.wake()
 
     def _tick(self, now: float) -> None:
+        is_idle = self.state is State.ACTIVE and not self.attempts.held and not self.attempts.running
+        if is_idle and now - self._ticked_at < IDLE_TICK_SECONDS:
+            return
+        self._ticked_at = now
         self._service_watch.look(now)
         self.dispatcher.tend()
         for attempt in self._quarantine.take_back_late():
