@@ -18,7 +18,7 @@ WITH gone AS (
     DELETE FROM pgmq.{queue}
      WHERE msg_id = ANY (%(messages)s::bigint[])
        AND read_ct = 1
-       AND headers -> 'held_by'::text = pg_catalog.to_jsonb(%(worker)s::text)
+       AND headers -> 'held_by'::text = (SELECT pg_catalog.to_jsonb(%(worker)s::text))
        AND msg_id = (%(messages)s::bigint[])[(message -> 'command'::text)::bigint - %(first)s::bigint]
     RETURNING (message -> 'command'::text)::bigint AS command
 ), settled AS (
