@@ -119,7 +119,10 @@ class Run:
     def everything(self) -> None:
         for number in range(self.rounds):
             print(f"round {number + 1} of {self.rounds}", file=sys.stderr)
+            began = time.perf_counter()
             self.round()
+            self.clear()
+            print(f"round {number + 1} took {time.perf_counter() - began:.0f} s", file=sys.stderr)
         self.bursts(1 if self.quick else 3)
         self.once()
         if not self.quick:
@@ -168,7 +171,7 @@ class Run:
                     self.note("supervisor_and_worker_mb", installed.needed(processes[0]))
                     self.note("supervisor_and_worker_rss_mb", installed.resident(processes[0]))
                 elif "idle_percent_of_two" not in self.figures:
-                    seconds = 10.0 if self.quick else 60.0
+                    seconds = 10.0 if self.quick else 30.0
                     self.note("idle_percent_of_two", 100 * installed.idle_share(processes, seconds))
 
     def beside_parked(self) -> None:
@@ -281,6 +284,18 @@ class Run:
             self.drain("drain_sync_per_s", "sync", "sync")
             self.drain("drain_history_per_s", "history", "sync")
 
+    def clear(self) -> None:
+        """Count what was sent, and delete it. So every round finds tables of the same size: otherwise the floors
+        fell by half from the first round to the last, and ratios depended on what was measured first."""
+        self.count_all()
+        with psycopg.connect(self.base.url, autocommit=True) as conn:
+            conn.execute("SET session_replication_role = replica")  # nothing refers to these: no look for each
+            conn.execute("TRUNCATE pgmq.q_send__commands")
+            conn.execute("DELETE FROM commandbus.command WHERE status = 'COMPLETED' OR domain = 'send'")
+            conn.execute("DROP TABLE floor_command, floor_queue")
+            conn.execute("VACUUM ANALYZE commandbus.command")
+        self.base.sent = dict.fromkeys(self.base.sent, 0)
+
     def count_all(self) -> None:
         """Nothing was lost: every command that was sent is completed or still waits where nobody works."""
         for domain, sent in self.base.sent.items():
@@ -289,7 +304,7 @@ class Run:
             ).fetchall())  # fmt: skip
             waiting = self.base.one(f"SELECT count(*) FROM pgmq.q_{domain}__commands WHERE vt <= now()")
             status, left = ("PENDING", sent) if domain == "send" else ("COMPLETED", 0)  # nobody works on "send"
-            if (state.get(status), waiting) != (sent, left):
+            if (state.get(status, 0), waiting) != (sent, left):
                 raise SystemExit(f"LOST in {domain}: sent {sent}, now {state}, {waiting} waiting")
         print(f"nothing was lost: {sum(self.base.sent.values())} commands counted", file=sys.stderr)
 

@@ -154,15 +154,17 @@ def _member(url: str, domain: str, kind: str, concurrency: int, path: str) -> No
     worker = Worker(registry, database_url=url, concurrency=concurrency, supervision=supervision)
     worker.start()
     os.set_blocking(0, False)
-    before = -1
+    before, memory = -1, 0.0
     while True:
         settled = worker.settled
-        _LAYOUT.pack_into(board, 0, settled, stamped[0], resident_megabytes())
+        if settled != before:
+            memory = resident_megabytes()
+        _LAYOUT.pack_into(board, 0, settled, stamped[0], memory)
         try:
             if os.read(0, 1) == b"":
                 break
         except BlockingIOError:
-            time.sleep(0.002 if settled != before else 0.05)  # an idle member must not disturb the others
+            time.sleep(0.005 if settled != before else 0.05)  # it takes the GIL from the slots
         before = settled
     worker.stop()
 
