@@ -25,7 +25,7 @@ CLAIMLESS = "claims"
 CLAIMLESS_SECONDS = 10.0
 NAMED_SECONDS = 2.0
 """A part that does not recover is named for so long before its worker is replaced: a supervisor whose workers are
-idle looks at them twice a second, and who asks it for their health must be told the reason."""
+idle looks at them about once a second, and who asks it for their health must be told the reason."""
 
 
 class ServiceWatch:
