@@ -49,8 +49,9 @@ _MOMENT: Final = struct.Struct("d")
 
 
 class Quarantine:
-    """The attempts of one worker that run apart. `processes` returns the bound of quarantine, or None if nothing can
-    run in child processes here; it is asked when a command needs one. `only_suspects`: other commands in quarantine run in slots as usual.
+    """The attempts of one worker that run apart. `processes` returns the bound of quarantine, or None if nothing
+    can run in child processes here; it is asked when a command needs one. `only_suspects`: other commands in
+    quarantine run in slots as usual.
 
     `on_turn` is told of each suspect whose turn has come. It must not wait.
     """
