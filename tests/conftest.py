@@ -268,16 +268,16 @@ def databases_with_orders(server: EmbeddedPostgres, template_with_orders: str) -
 
 
 @pytest.fixture
-def makes_orders() -> str:
-    """The name of the fixture that creates the domain `orders`, in the tests of a folder. Its database comes with
-    that domain, and `create_domain` finds it there: making it takes as long as the rest of a small test."""
+def has_orders() -> str:
+    """The name of the fixture with which the database of a test comes with the domain `orders`, in the tests of a
+    folder: making the domain takes as long as the rest of a small test."""
     return ""
 
 
 @pytest.fixture
-def database(request: pytest.FixtureRequest, makes_orders: str) -> Iterator[str]:
-    """The address of a database with the schema of commandbus in it, and nothing else; but see `makes_orders`."""
-    source = "databases_with_orders" if makes_orders in request.fixturenames else "databases"
+def database(request: pytest.FixtureRequest, has_orders: str) -> Iterator[str]:
+    """The address of a database with the schema of commandbus in it, and nothing else; but see `has_orders`."""
+    source = "databases_with_orders" if has_orders in request.fixturenames else "databases"
     databases: Databases = request.getfixturevalue(source)
     with databases.lend() as address:
         yield address

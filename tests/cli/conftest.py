@@ -50,8 +50,8 @@ def cli(bare_cli: Cli, database: str) -> Cli:
 
 
 @pytest.fixture
-def makes_orders() -> str:
-    """`orders` does: the database comes with the domain."""
+def has_orders() -> str:
+    """`orders` has it."""
     return "orders"
 
 
@@ -62,8 +62,8 @@ def bus(database: str) -> Iterator[CommandBus]:
 
 
 @pytest.fixture
-def orders(cli: Cli, bus: CommandBus) -> Cli:
-    bus.create_domain("orders")
+def orders(cli: Cli) -> Cli:
+    """The command line on a database with a domain `orders`."""
     return cli
 
 

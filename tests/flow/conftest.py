@@ -60,8 +60,8 @@ def connect(request: pytest.FixtureRequest) -> Iterator[Callable[..., Bus]]:
 
 
 @pytest.fixture
-def makes_orders() -> str:
-    """`orders` does: the database comes with the domain."""
+def has_orders() -> str:
+    """`orders` has it."""
     return "orders"
 
 
@@ -74,7 +74,6 @@ def bus(connect: Callable[..., Bus], database: str) -> Bus:
 @pytest.fixture
 def orders(bus: Bus) -> Bus:
     """The same with a domain `orders`."""
-    bus.create_domain("orders")
     return bus
 
 

@@ -37,6 +37,13 @@ def database(
     server_admin(pgsql.SQL("DROP DATABASE {} WITH (FORCE)").format(pgsql.Identifier(name)))
 
 
+@pytest.fixture
+def orders(bus: Bus) -> Bus:
+    """The same with a domain `orders`."""
+    bus.create_domain("orders")
+    return bus
+
+
 def _catalog(database: str) -> dict[str, list[Any]]:
     """All that was made, as PostgreSQL describes it."""
     queries = {

@@ -42,7 +42,6 @@ BEGIN = """
 @pytest.fixture
 def bus(database: str) -> Iterator[CommandBus]:
     with CommandBus(database) as bus:
-        bus.create_domain("orders")
         bus.declare_limit(Limit("docai", concurrency=4))
         yield bus
 

@@ -38,7 +38,6 @@ MUCH_SOONER = 10.0  # seconds; the calls below would wait for 30
 @pytest.fixture
 def bus(database: str) -> Iterator[CommandBus]:
     with CommandBus(database) as bus:
-        bus.create_domain("orders")
         yield bus
 
 

@@ -38,7 +38,6 @@ SOON = 15.0
 @pytest.fixture
 def bus(database: str) -> Iterator[CommandBus]:
     with CommandBus(database) as bus:
-        bus.create_domain("orders")
         yield bus
 
 

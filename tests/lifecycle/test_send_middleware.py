@@ -33,7 +33,6 @@ trace: ContextVar[str] = ContextVar("trace", default="none")
 @pytest.fixture
 def bus(database: str) -> Iterator[CommandBus]:
     with CommandBus(database) as bus:
-        bus.create_domain("orders")
         yield bus
 
 

@@ -44,7 +44,6 @@ COMPLETED, PENDING = CommandStatus.COMPLETED, CommandStatus.PENDING
 @pytest.fixture
 def bus(database: str) -> Iterator[CommandBus]:
     with CommandBus(database) as bus:
-        bus.create_domain("orders")
         yield bus
 
 

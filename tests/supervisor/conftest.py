@@ -109,8 +109,8 @@ def impatient(tasks: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], N
 
 
 @pytest.fixture
-def makes_orders() -> str:
-    """`bus` does: the database comes with the domain."""
+def has_orders() -> str:
+    """`bus` has it."""
     return "bus"
 
 

@@ -86,7 +86,12 @@ def serve(database: str) -> Iterator[Serve]:
 
 
 @pytest.fixture
+def has_orders() -> str:
+    """`bus` has it."""
+    return "bus"
+
+
+@pytest.fixture
 def bus(database: str) -> Iterator[CommandBus]:
     with CommandBus(database) as bus:
-        bus.create_domain("orders")
         yield bus

@@ -17,8 +17,8 @@ StartWorker = Callable[..., Worker]
 
 
 @pytest.fixture
-def makes_orders() -> str:
-    """`bus` does: the database comes with the domain."""
+def has_orders() -> str:
+    """`bus` has it."""
     return "bus"
 
 
@@ -26,7 +26,6 @@ def makes_orders() -> str:
 def bus(database: str) -> Iterator[CommandBus]:
     """A bus on a migrated database with a domain `orders`."""
     with CommandBus(database) as bus:
-        bus.create_domain("orders")
         yield bus
 
 
