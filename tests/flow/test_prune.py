@@ -267,6 +267,11 @@ def test_a_preview_of_many_is_cut_and_says_so(orders: Bus, db: psycopg.Connectio
     found = orders.preview_prune(age="1d")
     assert str(found.commands) == "10,000+"
     assert found.is_partial
+    assert found.about is None
+    db.execute("ANALYZE commandbus.command")
+    found = orders.preview_prune(count=20_050)
+    assert (found.about, found.commands) == (70, 0), "so many are not counted one by one"
+    assert str(orders.preview_prune(count=20_000).commands) == "100"
     db.execute("DELETE FROM commandbus.command WHERE id % 3 > 0 AND command_id LIKE 'old%'")
     found = orders.preview_prune(age="1d")
     assert found.commands == 6700

@@ -53,6 +53,13 @@ def test_what_would_be_deleted_is_shown_and_then_deleted(bus: CommandBus, ann: V
     assert "retention" in ann.get("/audit", action="prune").text
 
 
+def test_a_large_count_is_estimated(bus: CommandBus, ann: Visit) -> None:
+    page = ann.get("/prune", count="1000000").text
+    assert "Beyond the newest 1000000 there are" in page
+    assert "by the server&#39;s statistics" in page or "by the server's statistics" in page
+    assert "/actions/prune" in page
+
+
 def test_many_are_deleted_in_portions(bus: CommandBus, ann: Visit, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(retention, "PORTION", 2000)
     _fill(bus, 4500)

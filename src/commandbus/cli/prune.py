@@ -8,7 +8,7 @@ from commandbus.bus.base import whoami
 from commandbus.cli.parameters import DURATION, operator_options
 from commandbus.cli.render import say
 from commandbus.cli.session import CliCommand, CliSession
-from commandbus.flow.commands.prune import PrunePreview
+from commandbus.flow.commands.prune import PREVIEW_WALK, PrunePreview
 
 
 @click.command(cls=CliCommand)
@@ -42,6 +42,8 @@ def prune(
 def _print(found: PrunePreview) -> None:
     at_least = "at least " if found.is_partial and "commands" not in found.capped else ""
     say(f"would delete {at_least}{found.commands} commands")
+    if found.keeps is not None and found.keeps > PREVIEW_WALK:
+        say(f"  and {_about(found)} beyond the newest {found.keeps}, by the server's statistics")
     for status, number in found.by_status.items():
         say(f"  {number} {status.lower()}")
     say(f"  {found.archived} archived messages")
@@ -50,6 +52,10 @@ def _print(found: PrunePreview) -> None:
     say(f"  of {found.batches} batches and {found.processes} processes those that have no commands left then")
     if found.is_partial:
         say("only the oldest 20,000 commands were looked at")
+
+
+def _about(found: PrunePreview) -> str:
+    return "an unknown number" if found.about is None else f"about {found.about}"
 
 
 COMMANDS = [prune]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import field
+from dataclasses import field, replace
 from datetime import datetime
 from typing import Final, NamedTuple
 
@@ -291,7 +291,8 @@ class PrunePreview:
     Counts stop at 10,000; `capped` names those that did. `commands` are counted among the oldest 20,000 commands:
     if `is_partial`, newer ones may follow. `batches` and `processes` had finished by then; each of them goes when
     none of its commands is left.
-    `before`: what finished earlier is deleted; None: only `count` decides.
+    `before`: what finished earlier is deleted; None: only `count` decides. A `count` over 20,000 is not counted:
+    `about` is then how many are beyond it by the server's statistics (None: the server has none).
     """
 
     before: datetime | None
@@ -306,12 +307,16 @@ class PrunePreview:
     processes: int
     asides: Mapping[str, int]
     capped: list[str]
+    about: int | None = None
 
 
 @operation(atomic=True)
 def preview_prune(retention: Retention) -> Steps[PrunePreview]:
     """What a prune by age or by count would delete now."""
-    through = yield from through_id(retention).steps
+    about, exact = None, retention
+    if retention.count is not None and retention.count > PREVIEW_WALK:
+        about, exact = (yield from _beyond(retention.count)), replace(retention, count=None)
+    through = yield from through_id(exact).steps
     rows = yield Statement(
         sql.text("commands/preview_prune"),
         {"age": retention.age_seconds, "through_id": through, "walk": PREVIEW_WALK, "most": MOST_COUNTED + 1},
@@ -340,9 +345,19 @@ def preview_prune(retention: Retention) -> Steps[PrunePreview]:
         newest=newest,
         is_partial=seen >= PREVIEW_WALK and not young,
         asides=kinds,
+        about=about,
         capped=[name for name, count in (totals | kinds).items() if count.is_capped],
         **totals,
     )
+
+
+def _beyond(count: int) -> Steps[int | None]:
+    """About how many commands are beyond the newest `count`, by the server's statistics."""
+    rows = yield Statement(
+        b"SELECT reltuples::bigint FROM pg_catalog.pg_class "
+        b"WHERE oid OPERATOR(pg_catalog.=) 'commandbus.command'::pg_catalog.regclass::oid"
+    )
+    return None if rows[0][0] < 0 else max(0, rows[0][0] - count)
 
 
 _PREVIEWED_ASIDES: Final = (*ASIDES.values(), "recorded actions", "bad answers of limits")
