@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser, sync_playwright
+from playwright.sync_api import Browser, expect, sync_playwright
 
 from browser.fleet import live_fleet
 from commandbus import CommandBus, Settings
@@ -22,6 +22,7 @@ from support.consoles import served
 from support.databases import Databases
 
 CHROMIUM = Path("/usr/bin/chromium")
+BUSY_SECONDS = 60.0  # in which what a page awaits happens on a busy machine, too
 # The loop that the bus warns of is Playwright's. It does nothing while a test asks the bus.
 MARKS = [
     pytest.mark.slow,
@@ -45,6 +46,7 @@ def browser() -> Iterator[Browser]:
     if not CHROMIUM.exists():
         pytest.skip(f"there is no {CHROMIUM}: apt-get install --no-install-recommends chromium")
     options = ["--no-sandbox"] if os.geteuid() == 0 else []
+    expect.set_options(timeout=BUSY_SECONDS * 1000)
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=options)
         yield browser

@@ -152,9 +152,9 @@ def test_now_changes_by_itself_and_leaves_alone_what_somebody_uses(browser: Brow
     expect(live).to_contain_text("docai")
     expect(live).not_to_contain_text("processes is paused")
     site.bus.pause("processes", operator="ann")
-    expect(live).to_contain_text("processes is paused", timeout=20_000)
+    expect(live).to_contain_text("processes is paused")
     site.bus.resume("processes", operator="ann")
-    expect(live).not_to_contain_text("processes is paused", timeout=20_000)
+    expect(live).not_to_contain_text("processes is paused")
     page.context.close()
     assert watched.problems == []
 
@@ -167,7 +167,7 @@ def test_a_page_that_cannot_be_read_opens_by_itself_later(browser: Browser, site
         assert answer is not None
         assert answer.status == 503
         expect(page.get_by_role("alert")).to_contain_text("database")
-    expect(page.locator("h1")).to_have_text("Messages that were no commands", timeout=30_000)
+    expect(page.locator("h1")).to_have_text("Messages that were no commands")
     page.context.close()
 
 

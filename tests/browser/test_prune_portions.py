@@ -54,7 +54,7 @@ def test_it_goes_on_by_itself_until_nothing_is_left(browser: Browser, shop: tupl
     url, bus = shop
     page = browser.new_context(base_url=url).new_page()
     begin(page)
-    expect(page.get_by_text("nothing more is left to delete")).to_be_visible(timeout=60_000)
+    expect(page.get_by_text("nothing more is left to delete")).to_be_visible()
     assert left(bus) == 0
     done = [item for item in bus.audit.list_actions() if item.subject == "retention"]
     assert {item.reason for item in done} == {"disk full"}

@@ -165,12 +165,23 @@ class _Pair:
                 if source is self._client and self._proxy.is_swallowed(self._asked, data):
                     if self._proxy.forwards_swallowed:
                         self._server.sendall(data)
-                        self._server.recv(65536)  # the answer: it has happened, and nobody will know
+                        self._await_answer()
                     self._proxy.swallowed.set()
                     return
                 if source is self._client:
                     self._asked = data
                 other[source].sendall(data)
+
+    def _await_answer(self) -> None:
+        """It has happened, and nobody will know. The client may send the end of its message as another piece,
+        without which the server does not answer."""
+        while self._server not in (ready := readable([self._wake, self._client, self._server], 0.02)):
+            if self._wake in ready:
+                return
+            if self._client in ready:
+                if not (data := self._client.recv(65536)):
+                    return
+                self._server.sendall(data)
 
 
 def _reset(sock: socket.socket) -> None:
