@@ -154,6 +154,8 @@ def test_a_token_signs_in_and_works_as_a_bearer(bus: CommandBus, serve: Serve) -
     assert (visit.get("/").status, visit.get("/").headers["location"]) == (303, "/sign-in")
     assert visit.get("/api/domains").status == 401
     assert visit.post("/sign-in", {"token": "wrong"}).status == 403
+    elsewhere = visit.post("/sign-in", {"token": "t" * 20}, Sec_Fetch_Site="cross-site")
+    assert (elsewhere.status, "set-cookie" in elsewhere.headers) == (403, False)
     entered = visit.post("/sign-in", {"token": "t" * 20})
     cookie = entered.headers["set-cookie"]
     assert "HttpOnly" in cookie

@@ -49,6 +49,14 @@ class Visitor:
         return self.role == "operator"
 
 
+def is_same_site(request: Request) -> bool:
+    """Does a browser say that this request comes from a page of this site? A program says nothing of it."""
+    if request.headers.get("sec-fetch-site", "same-origin") not in ("same-origin", "none"):
+        return False
+    origin = request.headers.get("origin")
+    return origin in (None, "null") or origin.partition("://")[2] == request.headers.get("host")
+
+
 class Access:
     """Decides who a visitor is. Without tokens and header, only this machine gets in."""
 
@@ -105,12 +113,7 @@ class Access:
         """Does this change come from a page of ours?"""
         if visitor.is_program:
             return True
-        if request.headers.get("sec-fetch-site", "same-origin") not in ("same-origin", "none"):
-            return False
-        origin = request.headers.get("origin")
-        if origin not in (None, "null") and origin.partition("://")[2] != request.headers.get("host"):
-            return False
-        return hmac.compare_digest(mark.encode(), self.csrf_mark(visitor).encode())
+        return is_same_site(request) and hmac.compare_digest(mark.encode(), self.csrf_mark(visitor).encode())
 
     def _by_header(self, name: str | None) -> Visitor | None:
         if not name or len(name) > LONGEST_NAME or not name.isprintable():

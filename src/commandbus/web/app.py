@@ -26,7 +26,7 @@ from commandbus.errors import (
 )
 from commandbus.logger import safe_logger
 from commandbus.settings import Settings
-from commandbus.web.access import COOKIE, MARK_FIELD, Access, Visitor
+from commandbus.web.access import COOKIE, MARK_FIELD, Access, Visitor, is_same_site
 from commandbus.web.actions import ACTIONS, MANY, Portion, Step
 from commandbus.web.api import api_routes
 from commandbus.web.console import CONNECTIONS, Console
@@ -126,6 +126,8 @@ def _add_entrance(app: FastAPI, console: Console) -> None:
 
     @app.post("/sign-in", include_in_schema=False)
     async def sign_in_with(request: Request) -> Response:
+        if not is_same_site(request):  # else a page elsewhere could sign its visitor in under another name
+            return _not_ours(request, console)
         cookie = console.access.cookie_for((await _form(request)).get("token", ""))
         if cookie is None:
             return console.page(request, "sign_in.html", status_code=403, wrong=True)
