@@ -261,10 +261,10 @@ def test_a_locked_reply_queue_holds_up_its_own_outcomes_alone(
     assert worker.stop().is_clean
 
 
-def test_a_cancellation_that_waits_for_a_locked_row_delays_no_lease_and_no_stuck_attempt(
+def test_a_cancellation_that_waits_for_a_lock_delays_no_lease_and_no_stuck_attempt(
     database: str, bus: CommandBus, handlers: HandlerRegistry, start_worker: StartWorker, db: Db
 ) -> None:
-    """The worker carries on with a canceled batch, and somebody holds the rows of its members. Meanwhile healthy
+    """The worker carries on with a canceled batch, and somebody has locked the table of batches. Meanwhile healthy
     attempts keep their leases, and a stuck one is settled in time."""
     release = threading.Event()
 
@@ -281,8 +281,8 @@ def test_a_cancellation_that_waits_for_a_locked_row_delays_no_lease_and_no_stuck
         "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() "
         "AND application_name LIKE '%%maintenance' AND wait_event_type = 'Lock'"
     )
-    with holding(database, "SELECT FROM pgmq.q_orders__commands FOR UPDATE"):
-        db.execute("""UPDATE commandbus.batch SET cancel = '{"by": "kim", "reason": null}'""")
+    db.execute("""UPDATE commandbus.batch SET cancel = '{"by": "kim", "reason": null}'""")
+    with holding(database, "LOCK TABLE commandbus.batch"):
         worker = start_worker(handlers, database, concurrency=4, max_attempts=1, **short_lease())
         until(lambda: one(db, blocked))
         bus.send("orders", "long", command_id="long")

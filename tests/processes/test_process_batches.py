@@ -25,7 +25,7 @@ from commandbus.flow.batches import batches_of_processes as process_batch
 from commandbus.flow.batches import operate as batch_operate
 from commandbus.flow.batches.fold_and_complete import fold
 from commandbus.flow.batches.leftovers import Canceling, leftovers
-from commandbus.flow.batches.operate import mark, resume
+from commandbus.flow.batches.operate import Canceled, mark, resume
 from commandbus.flow.commands import operate
 from commandbus.flow.commands.claim import claim, put_right
 from commandbus.flow.commands.settle import settle
@@ -136,10 +136,10 @@ def test_a_sweep_leaves_processes_to_who_is_cancelling_them(bus: CommandBus, db:
     with psycopg.connect(db.info.dsn) as conn:
         plan = batch_operate.cancel_processes(canceling, is_sweep=False)
         bus.run(next(plan), conn)
-        assert bus.follow(resume(canceling)) == (0, 0)
+        assert bus.follow(resume(canceling)) == Canceled(canceled=0, requested=0)
         assert one(db, "SELECT count(*) FROM commandbus.process WHERE cancel IS NOT NULL") == 0
         conn.rollback()
-    assert bus.follow(resume(canceling)) == (0, 3)
+    assert bus.follow(resume(canceling)) == Canceled(canceled=0, requested=3)
     assert one(db, "SELECT status FROM commandbus.batch") == "CANCELED"
     assert bus.run(leftovers()) == ([], [])
 
@@ -233,7 +233,7 @@ def test_a_retried_member_is_swept_only_if_somebody_cancels_again(
         "and dies, too"
     )
     assert bus.run(leftovers()).to_cancel == [canceling]
-    assert bus.follow(resume(canceling)) == (0, 1)
+    assert bus.follow(resume(canceling)) == Canceled(canceled=0, requested=1)
     assert one(db, "SELECT cancel ->> 'by' FROM commandbus.process WHERE process_id = 'bad'") == "ann"
     assert bus.run(leftovers()).to_cancel == []
 

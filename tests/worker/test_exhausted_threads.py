@@ -30,8 +30,9 @@ class Threads:
 
 
 @pytest.fixture
-def threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[Threads]:
-    """As many as one likes, until `are_left` is False."""
+def threads(bus: CommandBus, monkeypatch: pytest.MonkeyPatch) -> Iterator[Threads]:
+    """As many as one likes, until `are_left` is False. The pool of the bus has its threads already."""
+    bus.list_domains()
     state = Threads()
     for name in STARTERS:
         real = getattr(threading, name)
