@@ -33,8 +33,8 @@ class Statement(NamedTuple):
 
     `only_inserts`: it looks for no existing row of a table that can become large, so its plan is good at any size.
     `by_keys`: its plan is good at any size in a session that never scans a table (`db/pool.py`, BY_KEYS).
-    `quick`: its parameters are a sequence of texts, and whoever reads the result takes bytes for any value
-    (`db/quick_statements.py`).
+    `quick`: its parameters are a sequence of texts, and the code that reads the result takes bytes
+    for any value (`db/quick_statements.py`).
     """
 
     sql: bytes

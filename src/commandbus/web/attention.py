@@ -128,7 +128,7 @@ def _limits(limits: Sequence[LimitInfo]) -> list[Concern]:
 
 
 def _state(limit: LimitInfo) -> str:
-    """Without a time of day: whoever reads this may be in another zone."""
+    """Without a time of day: the reader may be in another zone."""
     text = without_clock(limit.text)
     return f"{_STATES.get(limit.state, limit.state)}{' ' if text != limit.text else ': '}{text}"
 

@@ -176,8 +176,8 @@ def send(domain: str, outgoing: Outgoing, bus: object = None) -> Steps[SentComma
 def send_chunk(domain: str, outgoing: Sequence[Outgoing], bus: object = None) -> Operation[list[SentCommand]]:
     """Send many commands, all or none. `bus`: whose receipts they are.
 
-    If we generated all ids, one statement is all, and needs no transaction around it. It is made at once: whoever
-    sends the last chunk meanwhile does not wait for that.
+    If we generated all ids, one statement is all, and needs no transaction around it. It is made at once, so that
+    the thread which sends the chunk before it does not wait for that.
     """
     has_rule = any(
         may_have_rule(domain, command_type) for command_type in {item.command_type for item in outgoing}

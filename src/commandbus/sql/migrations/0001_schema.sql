@@ -303,7 +303,7 @@ CREATE TABLE commandbus.waiting (
 -- --- the fleet, as people watch it (ADR 38) ----------------------------------------------------------------------------------
 
 -- Until when somebody watches the slots of workers; at most one row. Workers publish their slots only until then. Not logged,
--- like the next two: after a crash of the server whoever watches says so again.
+-- like the next two: after a crash of the server, those who watch say so again.
 CREATE UNLOGGED TABLE commandbus.watch (
     what   text PRIMARY KEY CHECK (what = 'slots'),
     until  timestamptz NOT NULL

@@ -38,7 +38,7 @@ def take(attempt: Attempt, slot: Slot | AsyncSlot) -> dict[str, Any]:
             stacks = _of_task(attempt, slot.guest)
         else:
             stacks = _of_thread(slot.ident, "thread of the slot")
-    except Exception as error:  # noqa: BLE001 - whoever asked is told
+    except Exception as error:  # noqa: BLE001 - the one who asked is told
         return {"problem": escaped(f"its stack could not be taken: {type(error).__name__}: {error}")[:500]}
     if not stacks:
         return {"problem": "its stack could not be taken: it has just ended"}

@@ -106,9 +106,8 @@ class Slots:
         waiting, idle = len(self.waiting), len(self._idle)
         wanted = waiting if waiting <= idle else self._pace.level - (self._budget.total - idle)
         woken = sum(self._wake_one() for _ in range(wanted))
-        if (
-            self.waiting and woken < waiting
-        ):  # else each has its slot, and the ticker would only take the GIL first
+        # If each has its slot, the ticker would only take the GIL first.
+        if self.waiting and woken < waiting:
             self._tick_wanted.set()
 
     def wake_one(self) -> None:
