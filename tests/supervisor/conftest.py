@@ -59,6 +59,7 @@ def regex(command, ctx):
 @handlers.handler("orders", "freeze")
 def freeze(command, ctx):
     """Lets no other thread run, without computing: this call keeps the GIL."""
+    Path(command.command_id + ".started").write_text(str(os.getpid()))
     ctypes.PyDLL(None).sleep(1000)
 
 @handlers.handler("orders", "sleep")

@@ -64,10 +64,10 @@ def test_sigterm_with_stuck_work_ends_in_time_and_says_so(
     )
 
 
-def test_sigterm_ends_a_frozen_worker_too(supervise: Supervise, bus: CommandBus, db: Db) -> None:
+def test_sigterm_ends_a_frozen_worker_too(supervise: Supervise, tasks: Path, bus: CommandBus, db: Db) -> None:
     supervised = supervise(shutdown_timeout="4s", task_timeout="0", heartbeat_timeout="30s").until_ready()
     bus.send("orders", "freeze", command_id="a")
-    until(lambda: status_of(bus, "a") is CommandStatus.IN_PROGRESS)
+    until((tasks / "a.started").exists)
     stopwatch = Stopwatch()
     code, report = supervised.stop()
     assert stopwatch.seconds(waits=4.0) < 4.5

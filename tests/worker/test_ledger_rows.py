@@ -184,3 +184,22 @@ def test_bad_names_and_the_async_bus(database: str, bus: CommandBus) -> None:
     found = asyncio.run(ask())
     assert found is not None
     assert [item.state for item in found.intervals] == ["queued"]
+
+
+@pytest.mark.parametrize("reply_to", [None, "answers"])
+def test_the_time_in_the_handlers_own_transaction_counts(
+    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker, reply_to: str | None
+) -> None:
+    """The server's now() is when that transaction began."""
+
+    @handlers.handler("orders", "ship")
+    def ship(ctx: Any) -> None:
+        with ctx.transaction() as tx:
+            tx.connection.execute("SELECT pg_sleep(0.3)")
+            tx.complete("done")
+
+    bus.create_queue("answers")
+    bus.send("orders", "ship", command_id="a", reply_to=reply_to)
+    start_worker(handlers)
+    until_settled(db)
+    assert ledger(bus, "a").totals["running"] >= 0.3

@@ -84,7 +84,7 @@ def test_a_schedule_made_at_run_time_wakes_a_worker_that_had_none(
     bus.schedules.resume("orders", "tick")
     until(lambda: len(firings(db, "tick")) > count)
     worker.stop()
-    assert not threads_of(worker)
+    until(lambda: not threads_of(worker), what=lambda: threads_of(worker))
 
 
 def test_behind_a_pooler_nobody_is_notified_and_it_fires_all_the_same(

@@ -28,7 +28,7 @@ WITH input AS MATERIALIZED (
     UPDATE commandbus.command c
        SET status = f.s::commandbus.command_status, result = f.v, attempt = f.n, worker = %(worker)s,
            started_at = pg_catalog.to_timestamp(f.t),
-           finished_at = CASE WHEN f.s <> 'IN_TROUBLESHOOTING_QUEUE' THEN pg_catalog.now() END,
+           finished_at = CASE WHEN f.s <> 'IN_TROUBLESHOOTING_QUEUE' THEN pg_catalog.clock_timestamp() END,
            spans = CASE WHEN f.s = 'COMPLETED' THEN f.p END
       FROM fenced f
      WHERE c.id = f.c AND c.msg_id = f.m AND (f.b IS NULL OR pg_catalog.date_part('epoch', c.created_at) = f.b)

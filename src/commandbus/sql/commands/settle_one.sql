@@ -1,5 +1,6 @@
 -- commands/settle_final.sql for one completion in the transaction of its handler, without a reply, a batch or a
--- process. Returns a row if it was settled. Otherwise the caller rolls back.
+-- process. Returns a row if it was settled. Otherwise the caller rolls back. It finishes now, and not at now(), which is when
+-- the handler's transaction began.
 --
 -- Fence and row writes: as there; `sent` is when the command was sent. It waits for a locked queue row, as long as the
 -- handler's lock_timeout allows.
@@ -14,7 +15,7 @@ WITH gone AS (
 )
 UPDATE commandbus.command
    SET status = 'COMPLETED', result = %(result)s::json, attempt = %(number)s, worker = %(worker)s,
-       started_at = pg_catalog.to_timestamp(%(started)s::float8), finished_at = pg_catalog.now()
+       started_at = pg_catalog.to_timestamp(%(started)s::float8), finished_at = pg_catalog.clock_timestamp()
  WHERE id = %(command)s::bigint AND msg_id = %(msg_id)s AND pg_catalog.date_part('epoch', created_at) = %(sent)s::float8
    AND EXISTS (SELECT FROM gone)
 RETURNING id
