@@ -80,7 +80,7 @@ _PAGES: Final = (
     "/stuck", "/limits", "/schedules", "/batches", "/batch?domain=orders&id=batch-5", "/processes",
     "/process?domain=orders&id=p-5", "/workers", "/domains", "/rejected", "/database", "/audit",
     "/plans", "/keys", "/effects", "/undelivered", "/strays", "/prune?age=1d",
-    "/prune?count=20000", "/prune?count=1000000",
+    "/prune?count=12000", "/prune?count=1000000",
     "/audit?operator=operator-3", "/api/concerns", "/api/domains",
 )  # fmt: skip
 _SEARCHES: Final = (

@@ -51,7 +51,7 @@ def _print(found: PrunePreview) -> None:
         say(f"  {number} {kind}")
     say(f"  of {found.batches} batches and {found.processes} processes those that have no commands left then")
     if found.is_partial:
-        say("only the oldest 20,000 commands were looked at")
+        say("only the oldest 12,000 commands were looked at")
 
 
 def _about(found: PrunePreview) -> str:

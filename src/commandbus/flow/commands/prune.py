@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import field, replace
+from dataclasses import field
 from datetime import datetime
 from typing import Final, NamedTuple
 
@@ -30,7 +30,7 @@ from commandbus.settings import Settings
 BITE = 1000
 SUBJECT: Final = "retention"
 LONGEST_PLACE: Final = 2000
-PREVIEW_WALK: Final = 20_000
+PREVIEW_WALK: Final = 12_000
 ASIDES = {
     "rejected_message": "rejected messages",
     "undelivered_reply": "undelivered replies",
@@ -288,11 +288,12 @@ def _is_id(value: object) -> bool:
 class PrunePreview:
     """What a prune would delete now. Nothing is deleted, and no row is locked.
 
-    Counts stop at 10,000; `capped` names those that did. `commands` are counted among the oldest 20,000 commands:
+    Counts stop at 10,000; `capped` names those that did. `commands` are counted among the oldest 12,000 commands:
     if `is_partial`, newer ones may follow. `batches` and `processes` had finished by then; each of them goes when
     none of its commands is left.
-    `before`: what finished earlier is deleted; None: only `count` decides. A `count` over 20,000 is not counted:
-    `about` is then how many are beyond it by the server's statistics (None: the server has none).
+    `before`: what finished earlier is deleted; None: only `count` decides. A `count` over 12,000 is not counted,
+    nor one beyond the newest 12,000 commands because many have not finished: `about` is then how many are beyond
+    it by the server's statistics (None: the server has none).
     """
 
     before: datetime | None
@@ -313,13 +314,13 @@ class PrunePreview:
 @operation(atomic=True)
 def preview_prune(retention: Retention) -> Steps[PrunePreview]:
     """What a prune by age or by count would delete now."""
-    about, exact = None, retention
-    if retention.count is not None and retention.count > PREVIEW_WALK:
-        about, exact = (yield from _beyond(retention.count)), replace(retention, count=None)
-    through = yield from through_id(exact).steps
+    about = None
+    through = yield from _through_id_nearby(retention.count)
+    if through is None and retention.count is not None:
+        about = yield from _beyond(retention.count)
     rows = yield Statement(
         sql.text("commands/preview_prune"),
-        {"age": retention.age_seconds, "through_id": through, "walk": PREVIEW_WALK, "most": MOST_COUNTED + 1},
+        {"age": retention.age_seconds, "through_id": through or 0, "walk": PREVIEW_WALK, "most": MOST_COUNTED + 1},
     )
     before, completed, failed, canceled, oldest, newest, seen, young, batches, processes, *asides = rows[0]
     archived = []
@@ -349,6 +350,26 @@ def preview_prune(retention: Retention) -> Steps[PrunePreview]:
         capped=[name for name, count in (totals | kinds).items() if count.is_capped],
         **totals,
     )
+
+
+def _through_id_nearby(count: int | None) -> Steps[int | None]:
+    """`through_id` by a look at the newest commands only: a million that have not finished may come first. None if
+    that does not say it."""
+    if count is None:
+        return 0
+    if count > PREVIEW_WALK:
+        return None
+    rows = yield Statement(
+        b"WITH newest AS MATERIALIZED ("
+        b"SELECT id, status FROM commandbus.command ORDER BY id DESC LIMIT %(walk)s) "
+        b"SELECT (SELECT id FROM newest WHERE status OPERATOR(pg_catalog.=) ANY ('{COMPLETED,FAILED,CANCELED}') "
+        b"ORDER BY id DESC OFFSET %(count)s LIMIT 1), (SELECT pg_catalog.count(*) FROM newest)",
+        {"walk": PREVIEW_WALK + 1, "count": count},
+    )
+    found, seen = rows[0]
+    if found is None and seen <= PREVIEW_WALK:
+        return 0
+    return None if found is None else int(found)
 
 
 def _beyond(count: int) -> Steps[int | None]:
