@@ -215,6 +215,8 @@ def waiting(seconds: float, *, claimed_at: float = 80.0) -> View:
         ),
         (replace(GOOD, workers=()), True, False, "no worker is ready"),
         (with_workers(state=State.DRAINING), True, False, "no worker is ready"),
+        (with_workers(state=State.PAUSED, health=1, note="paused by ann"), True, True, "paused by ann"),
+        (with_workers(state=State.PAUSED, silent_seconds=60.0), False, True, "all workers are frozen"),
         (with_workers(health=2, note="3 stuck"), True, False, "3 stuck"),
         (with_workers(health=1, note="failing"), True, True, "failing"),
         (replace(GOOD, workers=(replace(WORKER, health=2), WORKER)), True, True, "w1 is critical"),

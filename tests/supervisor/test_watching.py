@@ -76,6 +76,10 @@ def test_one_of_two_processes_is_paused_and_dies_so(
     )
     assert (status, document["status"]) == (200, "degraded"), "a platform must not restart it"
     assert all("paused by ann: odd host" in reason for reason in document["reasons"])
+    assert {shown["state"] for shown in document["workers"]} == {"PAUSED"}
+    scraped = supervised.ask("/metrics")[1]
+    assert 'commandbus_workers{state="paused"} 2' in scraped
+    assert 'commandbus_workers{state="active"} 0' in scraped
     (domain,) = bus.status("orders")
     assert (domain.ready, domain.running) == (10, 1), "nobody claims, and what runs goes on"
 

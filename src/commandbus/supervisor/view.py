@@ -101,7 +101,7 @@ def live(view: View, now: float) -> HealthVerdict:
     reasons = []
     if now - view.at > STALL_SECONDS:
         reasons.append(f"the supervisor's loop has not run for {now - view.at:.1f} s")
-    beating = [worker for worker in view.workers if worker.state in (State.ACTIVE, State.DRAINING)]
+    beating = [worker for worker in view.workers if State.STARTING < worker.state < State.EXITING]
     if beating and all(worker.silent_seconds > FROZEN_SECONDS for worker in beating):
         reasons.append("all workers are frozen")
     return HealthVerdict(
@@ -111,7 +111,7 @@ def live(view: View, now: float) -> HealthVerdict:
 
 def ready(view: View, now: float) -> HealthVerdict:
     """Can this supervisor's workers take work?"""
-    serving = [worker for worker in view.workers if worker.state is State.ACTIVE]
+    serving = [worker for worker in view.workers if worker.state in (State.ACTIVE, State.PAUSED)]
     reasons = list(_failures(view, serving, now))
     document: dict[str, Any] = {"phase": view.phase, "workers": [_shown(worker) for worker in view.workers]}
     if reasons:

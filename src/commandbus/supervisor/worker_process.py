@@ -143,8 +143,8 @@ class WorkerProcess:
 
     @property
     def is_serving(self) -> bool:
-        """Does it take work, or will it soon?"""
-        return self.state in (State.STARTING, State.ACTIVE) and self.told_at is None
+        """Does it take work, or will it soon? One that an operator has paused counts: nobody takes its place."""
+        return self.state < State.DRAINING and self.told_at is None
 
     @property
     def is_failing(self) -> bool:

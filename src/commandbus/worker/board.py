@@ -73,8 +73,9 @@ class State(IntEnum):
 
     STARTING = 0
     ACTIVE = 1
-    DRAINING = 2
-    EXITING = 3
+    PAUSED = 2  # by an operator: it claims nothing, and goes on when it is resumed
+    DRAINING = 3
+    EXITING = 4
 
 
 @dataclass(frozen=True, slots=True)

@@ -437,6 +437,11 @@ class WorkerRuntime:
         return self.dispatcher.state
 
     @property
+    def shown_state(self) -> State:
+        """What people are told: ACTIVE, PAUSED, DRAINING or EXITING."""
+        return State.PAUSED if self.is_paused else self.state
+
+    @property
     def is_paused(self) -> bool:
         """Has an operator paused it? A worker that drains or stops is not paused any more."""
         return self._pause.is_by_operator and self.state is State.ACTIVE
@@ -628,10 +633,10 @@ class WorkerRuntime:
             self._board_writer.beat(
                 now,
                 self._spec.health,
-                state=self.state,
+                state=self.shown_state,
                 settled=self._settled_count,
                 claimed=self._claimer.claimed,
-                slots=0 if self.is_paused else self.dispatcher.total_slots - len(self.attempts.starting),
+                slots=self.dispatcher.total_slots - len(self.attempts.starting),
                 stuck=self.stuck,
                 claimless=self._service_watch.claimless_seconds,
             )

@@ -133,7 +133,7 @@ class Worker:
         """STARTING, ACTIVE, PAUSED (by an operator), DRAINING, EXITING, or STOPPED."""
         if self._runtime is None:
             return "STARTING" if self._is_starting else "STOPPED"
-        return "PAUSED" if self._runtime.is_paused else self._runtime.state.name
+        return self._runtime.shown_state.name
 
     @property
     def running(self) -> int:
