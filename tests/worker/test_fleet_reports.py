@@ -41,7 +41,7 @@ def test_a_watched_worker_shows_what_its_slots_run(
     begun = blocking(handlers, go_on)
     worker = start_worker(handlers, concurrency=3)
     bus.send("orders", "wait", {}, command_id="a")
-    begun.wait(30)
+    assert begun.wait(30)
     (shown,) = until(lambda: [item for item in bus.watch_slots() if item.slots])
     assert (shown.worker, shown.size, shown.idle) == (worker.id, 3, 2)
     (slot,) = shown.slots
@@ -60,7 +60,8 @@ def test_nobody_watches_and_nothing_is_written(
     begun = blocking(handlers, go_on)
     start_worker(handlers, concurrency=1)
     bus.send("orders", "wait", {})
-    begun.wait(30)
+    assert begun.wait(30)
+    until(lambda: bus.workers().items)  # a handler may begin before its worker is registered
     before = one(db, "SELECT heartbeat_at FROM commandbus.worker")
     until(lambda: one(db, "SELECT heartbeat_at FROM commandbus.worker") > before)
     assert one(db, "SELECT count(*) FROM commandbus.worker_slots") == 0
@@ -87,7 +88,7 @@ def test_a_worker_that_cannot_listen_learns_of_watchers_by_its_heartbeat(
     begun = blocking(handlers, go_on)
     start_worker(handlers, concurrency=1, prepared_statements=False)
     bus.send("orders", "wait", {}, command_id="a")
-    begun.wait(30)
+    assert begun.wait(30)
     (shown,) = until(lambda: bus.watch_slots().items)
     assert [slot.command_id for slot in shown.slots] == ["a"]
 
@@ -122,7 +123,7 @@ def test_the_stack_of_a_running_handler(
     begun = blocking(handlers, go_on)
     worker = start_worker(handlers)
     bus.send("orders", "wait", {"secret": "s3cret"}, command_id="a")
-    begun.wait(30)
+    assert begun.wait(30)
     found = bus.request_stack("orders", "a", wait=30)
     assert (found.worker, found.attempt, found.problem) == (worker.id, 1, None)
     frames = found.stacks[0].frames
@@ -147,7 +148,7 @@ def test_the_stack_of_an_async_handler(
 
     worker = start_worker(handlers)
     bus.send("orders", "wait", {}, command_id="a")
-    begun.wait(30)
+    assert begun.wait(30)
 
     async def ask() -> Any:
         async with AsyncCommandBus(database) as asking:
