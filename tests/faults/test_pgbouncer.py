@@ -38,8 +38,12 @@ from commandbus.flow.commands.rescue import Rule
 from commandbus.model.crash_attribution import Cause, Death
 from commandbus.supervisor.coroner import Case, Coroner
 from commandbus.supervisor.worker_messages import Hello
+from commandbus.web.app import create_console
 from support.access import password_in
+from support.consoles import served
+from support.page_timeouts import page_timeouts
 from support.waiting import one, statuses, until, until_settled, verdicts
+from web.conftest import Visit
 
 Db = psycopg.Connection[Any]
 StartWorker = Callable[..., Worker]
@@ -384,6 +388,20 @@ def test_a_pooler_that_refuses_settings_is_found_out_though_statements_are_prepa
     with CommandBus(settings=settings) as through:
         assert not through.queues.wait_for("answers", wait=0.1)
         assert {look[5] for look in leftovers(pooled)} == {0}, "nothing listens"
+
+
+@pytest.mark.parametrize("prepared", [True, False])
+def test_the_statements_of_a_page_end_in_time_and_leave_no_limit_in_a_session(
+    bus: CommandBus, pooled: str, prepared: bool
+) -> None:
+    settings = Settings(database_url=pooled, prepared_statements=prepared)
+    assert page_timeouts(settings) == [("2s", "2s"), ("1min", "1min")]
+    assert {look[:2] for look in leftovers(pooled)} == {("0", "0")}
+    with served(create_console(settings)) as port, psycopg.connect(bus.settings.database_url or "") as other:
+        other.execute("LOCK TABLE commandbus.command IN ACCESS EXCLUSIVE MODE")
+        answer = Visit(port).get("/api/commands")
+    assert answer.status == 503
+    assert "two seconds" in answer.text
 
 
 def test_a_prepared_send_of_another_client_is_never_taken_for_an_own_one(

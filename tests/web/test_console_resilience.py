@@ -18,10 +18,10 @@ import pytest
 
 from commandbus import CommandBus, Settings
 from commandbus.db.embedded import EmbeddedPostgres
-from commandbus.flow.operation import Statement, Steps, operation
 from commandbus.web.app import create_console
 from commandbus.web.event_stream import EventStream
 from support.consoles import served
+from support.page_timeouts import page_timeouts
 from support.waiting import until
 from web.conftest import Visit
 
@@ -171,16 +171,7 @@ def test_a_killed_worker_is_named(database: str, bus: CommandBus) -> None:
 
 
 def test_a_page_has_two_seconds_on_an_embedded_server_too(tmp_path: Path) -> None:
-    @operation(atomic=False)
-    def timeout() -> Steps[str]:
-        rows = yield Statement(b"SHOW statement_timeout")
-        return str(rows[0][0])
-
-    async def ask() -> list[str]:
-        console = create_console(Settings(database_url=f"embedded:{tmp_path / 'state'}")).state.console
-        try:
-            return [await bus.run(timeout()) for bus in (console.reading, console.acting)]
-        finally:
-            await console.close()
-
-    assert asyncio.run(ask()) == ["2s", "1min"]
+    assert page_timeouts(Settings(database_url=f"embedded:{tmp_path / 'state'}")) == [
+        ("2s", "2s"),
+        ("1min", "1min"),
+    ]

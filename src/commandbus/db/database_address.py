@@ -10,8 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from psycopg.conninfo import make_conninfo
-
 from commandbus.settings import Settings
 
 if TYPE_CHECKING:
@@ -27,7 +25,6 @@ class Database:
         self.lock = threading.RLock()
         self._settings = settings
         self._embedded: EmbeddedPostgres | None = None
-        self.embedded_options = ""  # of each session on the embedded one: "-c statement_timeout=2s"
 
     def resolve(self) -> Settings:
         """The settings with a URL that can be connected to."""
@@ -41,10 +38,7 @@ class Database:
                 server = EmbeddedPostgres(folder, revive=True)
                 server.start()
                 self._embedded = server
-            url = self._embedded.dsn
-            if self.embedded_options:
-                url = make_conninfo(url, options=self.embedded_options)
-            return replace(self._settings, database_url=url)
+            return replace(self._settings, database_url=self._embedded.dsn)
 
     @property
     def revives(self) -> bool:

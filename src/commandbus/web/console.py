@@ -14,12 +14,11 @@ from typing import Any, Final
 
 from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, Response
-from psycopg.conninfo import conninfo_to_dict, make_conninfo
+from psycopg.conninfo import conninfo_to_dict
 
 from commandbus.bus import AsyncCommandBus
 from commandbus.bus.masked import async_bus_for_people
 from commandbus.clock import monotonic
-from commandbus.db.pool import check_conninfo, options_of
 from commandbus.flow.commands.failures import FailureGroup
 from commandbus.settings import Settings
 from commandbus.troubleshooting import AsyncTroubleshootingQueue
@@ -123,14 +122,8 @@ class Console:
 
 
 def _bus(settings: Settings, seconds: int, connections: int) -> AsyncCommandBus:
-    """A bus whose statements end after so many seconds, where the server accepts such options."""
-    url = settings.database_url
-    bounds = f"-c statement_timeout={seconds}s -c lock_timeout={seconds}s"
-    if settings.prepared_statements and url and not url.startswith("embedded"):
-        url = make_conninfo(url, options=f"{bounds} {options_of(check_conninfo(url))}".strip())
-    modest = replace(
-        settings, database_url=url, pool_min_size=0, pool_max_size=connections, pool_timeout=float(2 * seconds)
-    )
+    """A bus whose statements end after so many seconds."""
+    modest = replace(settings, pool_min_size=0, pool_max_size=connections, pool_timeout=float(2 * seconds))
     bus = async_bus_for_people(modest)
-    bus._database.embedded_options = bounds
+    bus._statement_seconds = seconds
     return bus
