@@ -8,6 +8,7 @@ explicitly is read without this check.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import pwd
@@ -238,6 +239,14 @@ def _folders(directory: Path) -> Iterator[Path]:
             return
 
 
+@functools.lru_cache(maxsize=4)
+def _parse_toml(content: bytes) -> Mapping[str, object]:
+    """Each new bus reads its settings. A pyproject.toml takes a millisecond to parse, and rarely changes."""
+    import tomllib
+
+    return tomllib.loads(content.decode())
+
+
 def _read(path: Path, *, is_found: bool = False) -> Mapping[str, object] | None:
     """The settings in a file; None for a pyproject.toml that has none. With `is_found`, the file must be
     trustworthy."""
@@ -246,7 +255,7 @@ def _read(path: Path, *, is_found: bool = False) -> Mapping[str, object] | None:
     try:
         with path.open("rb") as file:
             content, about = file.read(), [os.fstat(file.fileno()), path.lstat()]
-        document = tomllib.loads(content.decode())
+        document = _parse_toml(content)
     except OSError as error:
         raise ConfigurationError(f"{path}: cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
