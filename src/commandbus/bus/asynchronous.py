@@ -34,7 +34,7 @@ from commandbus.db.drivers import run_async
 from commandbus.db.lent_connection import borrow_async
 from commandbus.db.pool import lasting_conninfo
 from commandbus.errors import CommandBusError, DatabaseUnavailableError
-from commandbus.flow.operation import Operation, Plan, explain_absence, within
+from commandbus.flow.operation import Operation, Plan, explain_absence
 from commandbus.lazy import lazy
 from commandbus.model.command import NewCommand, SentCommand
 from commandbus.model.command_class import addressed
@@ -74,7 +74,7 @@ class AsyncCommandBus(
 ):
     """The bus for async code: the same methods, awaited. One bus belongs to one event loop."""
 
-    _statement_seconds: float | None = None  # the console's: how long a statement of its pages may take
+    _limit: bytes | None = None  # the console's: it limits the time of each statement (db/drivers.py)
 
     def __init__(
         self,
@@ -134,15 +134,13 @@ class AsyncCommandBus(
 
     async def _run(self, operation: Operation[T], seconds: float | None = None) -> T:
         """Run an operation on a connection of a pool, and wait for a connection for so many seconds."""
-        if self._statement_seconds is not None:
-            operation = within(self._statement_seconds, operation)
         if self._lent_pool is not None:
             async with self._lent_connection(seconds) as lent:
                 return await run_async(lent, operation)
         pool = await self._pool()
         own = await pool.take(seconds)
         try:
-            return await run_async(own, operation)
+            return await run_async(own, operation, limit=self._limit)
         finally:
             await pool.putconn(own)
 

@@ -227,10 +227,11 @@ def _run(conn: AnyConnection, steps: Generator[Any, list[tuple[Any, ...]], T]) -
         return cast(T, stop.value)
 
 
-async def run_async(conn: AnyAsyncConnection, operation: Runnable[T]) -> T:
-    """Run an operation on an async connection."""
+async def run_async(conn: AnyAsyncConnection, operation: Runnable[T], *, limit: bytes | None = None) -> T:
+    """Run an operation on an async connection. `limit` is a statement that begins each of its transactions: it
+    limits the time of the others (`limit_statement`)."""
     try:
-        result = await _run_whole_async(conn, operation)
+        result = await _run_whole_async(conn, operation, limit)
     except psycopg.errors.ReadOnlySqlTransaction:
         if isinstance(conn, OwnAsyncConnection) and conn.autocommit:
             await conn.close()
@@ -239,16 +240,30 @@ async def run_async(conn: AnyAsyncConnection, operation: Runnable[T]) -> T:
     return result
 
 
-async def _run_whole_async(conn: AnyAsyncConnection, operation: Runnable[T]) -> T:
+def limit_statement(seconds: float, *, lock_seconds: float) -> bytes:
+    """Ends each statement of a transaction after so many seconds, and each wait for a lock. The limits end with the
+    transaction, so they also hold behind a pooler, whose sessions are other clients', too."""
+    return (
+        f"SELECT pg_catalog.set_config('statement_timeout', '{seconds * 1000:.0f}', true), "
+        f"pg_catalog.set_config('lock_timeout', '{lock_seconds * 1000:.0f}', true)"
+    ).encode()
+
+
+async def _run_whole_async(conn: AnyAsyncConnection, operation: Runnable[T], limit: bytes | None) -> T:
     if operation.whole and not conn.autocommit and conn.info.transaction_status == IDLE:
         await conn.execute(b"SELECT")
     if (operation.atomic or getattr(conn, "begins", False)) and (conn.autocommit or operation.whole):
         async with conn.transaction():
+            if limit is not None:
+                await conn.execute(limit)
             return await _run_async(conn, operation.steps)
-    return await _run_async(conn, operation.steps)
+    return await _run_async(conn, operation.steps, limit)
 
 
-async def _run_async(conn: AnyAsyncConnection, steps: Generator[Any, list[tuple[Any, ...]], T]) -> T:
+async def _run_async(
+    conn: AnyAsyncConnection, steps: Generator[Any, list[tuple[Any, ...]], T], limit: bytes | None = None
+) -> T:
+    """Each statement is a transaction of its own if there is a limit."""
     own = conn if isinstance(conn, OwnAsyncConnection) else None
     cursor = own.spare if own is not None else None
     if own is not None:
@@ -261,12 +276,15 @@ async def _run_async(conn: AnyAsyncConnection, steps: Generator[Any, list[tuple[
             try:
                 if own is not None and must_plan_anew(own, statement):
                     await cursor.execute(DROP_PLANS, prepare=False)
-                if own is not None and (quick := quick_steps(own, statement)) is not None:
+                if limit is not None:
+                    async with conn.transaction():
+                        await conn.execute(limit)
+                        rows = await _rows_of(cursor, statement)
+                elif own is not None and (quick := quick_steps(own, statement)) is not None:
                     async with own.lock:
                         rows = await own.wait(quick)
                 else:
-                    await cursor.execute(statement.sql, statement.params)
-                    rows = await cursor.fetchall() if has_rows(cursor.pgresult) else []
+                    rows = await _rows_of(cursor, statement)
             except psycopg.Error as error:
                 statement = steps.throw(error)
             else:
@@ -275,6 +293,11 @@ async def _run_async(conn: AnyAsyncConnection, steps: Generator[Any, list[tuple[
         if own is not None and is_small(cursor.pgresult):
             own.spare = cursor
         return cast(T, stop.value)
+
+
+async def _rows_of(cursor: AsyncCursor[tuple[Any, ...]], statement: Any) -> list[tuple[Any, ...]]:
+    await cursor.execute(statement.sql, statement.params)
+    return await cursor.fetchall() if has_rows(cursor.pgresult) else []
 
 
 def quick_steps(

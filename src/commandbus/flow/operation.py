@@ -71,25 +71,6 @@ def then(operation: Operation[T], make: Callable[[T], R]) -> Operation[R]:
     return Operation(steps(), operation.atomic, operation.whole)
 
 
-_LIMIT_TRANSACTION = (
-    b"SELECT pg_catalog.set_config('statement_timeout', %(limit)s, true), "
-    b"pg_catalog.set_config('lock_timeout', %(limit)s, true)"
-)
-
-
-def within(seconds: float, operation: Operation[T]) -> Operation[T]:
-    """The same operation, in a transaction in which the server ends each statement after so many seconds.
-
-    The limit ends with the transaction, so it also holds behind a pooler, whose sessions are other clients', too.
-    """
-
-    def steps() -> Steps[T]:
-        yield Statement(_LIMIT_TRANSACTION, {"limit": f"{seconds * 1000:.0f}ms"}, only_inserts=True)
-        return (yield from operation.steps)
-
-    return Operation(steps(), atomic=True, whole=operation.whole)
-
-
 def operation(
     *, atomic: bool, whole: bool = False
 ) -> Callable[[Callable[P, Steps[T]]], Callable[P, Operation[T]]]:

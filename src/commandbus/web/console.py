@@ -19,6 +19,7 @@ from psycopg.conninfo import conninfo_to_dict
 from commandbus.bus import AsyncCommandBus
 from commandbus.bus.masked import async_bus_for_people
 from commandbus.clock import monotonic
+from commandbus.db.drivers import limit_statement
 from commandbus.flow.commands.failures import FailureGroup
 from commandbus.settings import Settings
 from commandbus.troubleshooting import AsyncTroubleshootingQueue
@@ -29,6 +30,7 @@ from commandbus.web.rendering import environment
 
 READ_SECONDS: Final = 2
 ACT_SECONDS: Final = 60
+LOCK_SECONDS: Final = 2  # all actions share one connection: one that waits for a lock holds up the others
 CONNECTIONS: Final = 4
 FAILURES_SECONDS: Final = 10.0
 _PAGES: Final = (
@@ -125,5 +127,5 @@ def _bus(settings: Settings, seconds: int, connections: int) -> AsyncCommandBus:
     """A bus whose statements end after so many seconds."""
     modest = replace(settings, pool_min_size=0, pool_max_size=connections, pool_timeout=float(2 * seconds))
     bus = async_bus_for_people(modest)
-    bus._statement_seconds = seconds
+    bus._limit = limit_statement(seconds, lock_seconds=LOCK_SECONDS)
     return bus
