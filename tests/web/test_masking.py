@@ -42,6 +42,8 @@ PATHS = (
     "/effects", "/keys", "/audit", "/strays", "/undelivered", "/database", "/api/audit", "/api/failures",
     "/api/effects",
     "/api/schedules", "/api/plan?id=1", "/api/breakers", "/api/command?domain=orders&id=retried",
+    "/metrics", "/api/keys", "/key?domain=orders&name=account", "/api/key?domain=orders&name=account",
+    "/api/key/overrides?domain=orders&name=account", "/api/hours", "/api/workers", "/api/slots",
 )  # fmt: skip
 LINES = (
     "show bad --traceback --autopsy", "show bad --json", "show good", "show good --json",
@@ -87,6 +89,8 @@ def fill(settings: Settings, bus: CommandBus) -> None:
     bus.send("orders", "ship", {**secret, "fails": "hard"}, command_id="bad", headers=headers)
     bus.send("orders", "ship", {**secret, "fails": "soft"}, command_id="retried", headers=headers)
     bus.schedules.create("orders", "nightly", every="1d", command_type="ship", data=secret)
+    bus.key_limits.set("orders", "account", concurrency=1)
+    bus.key_limits.override("orders", "account", "a-1", concurrency=2, until="1h")
     with psycopg.connect(str(settings.database_url), autocommit=True) as conn:
         conn.execute("SELECT pgmq.send('orders__commands', '{\"password\": \"hunter2secret\"}')")
     Worker(handlers, settings=settings).run(until_idle=True)

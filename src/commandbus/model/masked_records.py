@@ -71,12 +71,16 @@ class RecordMask:
 
 
 def _is_json(name: str, value: Any) -> bool:
-    """Is it a JSON value, and no list of records?"""
+    """Is it a JSON value, and no list of records, nor records by their names?"""
     if isinstance(value, dict):
-        return True
+        return not any(_is_record(item) for item in value.values())
     if isinstance(value, list):
-        return not any(dataclasses.is_dataclass(item) or isinstance(item, tuple) for item in value)
+        return not any(_is_record(item) for item in value)
     return isinstance(value, str | int | float) and name in ("data", "result", "progress", "state", "receipt")
+
+
+def _is_record(item: Any) -> bool:
+    return dataclasses.is_dataclass(item) or isinstance(item, tuple)
 
 
 def _fields(record: Any) -> list[dataclasses.Field[Any]]:
