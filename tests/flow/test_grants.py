@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import psycopg
@@ -45,6 +46,7 @@ from commandbus.flow.workers.requests import ask_for_stack, ask_worker
 from commandbus.flow.workers.slots import watch_slots
 from commandbus.model.breaker import Breaker
 from commandbus.model.key_limit import KeyLimit
+from commandbus.model.roles import create_statements
 from commandbus.sql import migrations
 from support.waiting import until
 from support.workers import quick_settings
@@ -306,6 +308,20 @@ def _grants(db: psycopg.Connection[Any], prefix: str) -> list[Any]:
         "WHERE grantee LIKE %s ORDER BY 1, 2, 3, 4",
         (prefix + "%",),
     ).fetchall()
+
+
+@sync_only
+def test_roles_that_are_made_for_another_database_at_the_same_moment(
+    work: Bus, prefix: str, db: psycopg.Connection[Any]
+) -> None:
+    with psycopg.connect(work.url) as other, ThreadPoolExecutor(1) as aside:
+        for text in create_statements(prefix):
+            other.execute(text.encode())
+        made = aside.submit(work.create_roles, prefix)
+        until(lambda: one(db, "SELECT pg_catalog.count(*) FROM pg_catalog.pg_locks WHERE NOT granted"))
+        other.commit()
+        assert made.result()["worker"] == f"{prefix}_worker"
+    assert one(db, "SELECT pg_catalog.has_table_privilege(%s, 'commandbus.command', 'SELECT')", f"{prefix}_reader")
 
 
 def test_a_hostile_prefix_makes_no_role(orders: Bus, db: psycopg.Connection[Any]) -> None:

@@ -234,10 +234,11 @@ def role_names(prefix: str, kinds: Sequence[str] = KINDS) -> dict[str, str]:
 
 
 def create_statements(prefix: str, kinds: Sequence[str] = KINDS) -> list[str]:
-    """CREATE ROLE for those that do not exist yet; they cannot log in: grant them to users that can."""
+    """CREATE ROLE for those that do not exist yet; they cannot log in: grant them to users that can. Roles belong
+    to the whole server, so somebody may make the same ones for another database at the same moment."""
     return [
         f"DO $$ BEGIN IF NOT EXISTS (SELECT FROM pg_catalog.pg_roles WHERE rolname = '{name}') "
-        f"THEN CREATE ROLE {name} NOLOGIN; END IF; END $$"
+        f"THEN CREATE ROLE {name} NOLOGIN; END IF; EXCEPTION WHEN duplicate_object OR unique_violation THEN END $$"
         for name in role_names(prefix, kinds).values()
     ]
 
