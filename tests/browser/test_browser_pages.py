@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 from urllib.parse import quote, urlencode, urlsplit
 
@@ -201,6 +202,15 @@ def test_times_are_in_the_viewers_zone_and_in_utc_on_hover(browser: Browser, sit
     assert utc.endswith("UTC")
     hour = int(utc.split()[1][:2])
     assert f"{(hour + 9) % 24:02}:{utc.split()[1][3:]}" in shown
+    page.goto("/")
+    expect(page.locator(".concerns time").first).to_have_attribute("title", re.compile(r"\d\d:\d\d UTC$"))
+    page.goto("/schedules")
+    tick = page.locator("svg.timeline text[data-at]").first
+    utc = tick.locator("title").text_content()
+    assert utc is not None
+    assert utc.endswith(" UTC")
+    shown = tick.evaluate("one => one.firstChild.textContent")
+    assert shown == f"{(int(utc[:2]) + 9) % 24:02}:{utc[3:5]}"
     page.context.close()
 
 

@@ -395,7 +395,7 @@ def test_the_statements_of_a_page_end_in_time_and_leave_no_limit_in_a_session(
     bus: CommandBus, pooled: str, prepared: bool
 ) -> None:
     settings = Settings(database_url=pooled, prepared_statements=prepared)
-    assert page_timeouts(settings) == [("2s", "2s"), ("1min", "1min")]
+    assert page_timeouts(settings) == [("2s", "2s"), ("1min", "2s")]
     assert {look[:2] for look in leftovers(pooled)} == {("0", "0")}
     with served(create_console(settings)) as port, psycopg.connect(bus.settings.database_url or "") as other:
         other.execute("LOCK TABLE commandbus.command IN ACCESS EXCLUSIVE MODE")

@@ -51,6 +51,19 @@ def test_a_cookie_cannot_be_made_without_the_tokens() -> None:
     assert without_bob.visitor(request(cookie=f"{COOKIE}={cookie}")) is None  # bob's token was taken away
 
 
+def test_a_name_may_have_any_letters() -> None:
+    access = Access(tokens={"a" * 20: Visitor("Рома.%41", "reader"), "ä" * 20: Visitor("Zoë", "operator")})
+    cookie = access.cookie_for("a" * 20)
+    assert cookie is not None
+    assert cookie.isascii()  # a header cannot carry it otherwise
+    assert access.visitor(request(cookie=f"{COOKIE}={cookie}")) == Visitor("Рома.%41", "reader")
+    sent = f"Bearer {'ä' * 20}".encode().decode("latin-1")  # as a server gives the bytes of a header
+    assert access.visitor(request(authorization=sent)) == Visitor("Zoë", "operator", is_program=True)
+    proxied = Access(user_header="X-User", operators={"Zoë"})
+    assert proxied.visitor(request(x_user="Zoë".encode().decode("latin-1"))) == Visitor("Zoë", "operator")
+    assert proxied.visitor(request(x_user="Zoë")) == Visitor("Zoë", "operator"), "a proxy that sends Latin-1"
+
+
 def test_a_proxy_names_the_visitor() -> None:
     access = Access(user_header="X-User", operators={"ann"})
     assert access.visitor(request(x_user="ann")) == Visitor("ann", "operator")

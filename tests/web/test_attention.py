@@ -14,6 +14,7 @@ from commandbus.flow.breakers.operate import BreakerInfo
 from commandbus.flow.commands.failures import FailureGroup
 from commandbus.flow.commands.inspect import DomainStatus, WorkerInfo
 from commandbus.flow.commands.unhandled_types import UnhandledType
+from commandbus.web import rendering
 from commandbus.web.attention import Fleet, concerns, headline
 from support.waiting import until
 from web.conftest import Serve
@@ -111,5 +112,7 @@ def test_a_type_in_trouble_says_since_when_and_since_which_version() -> None:
         "1 command of orders/bill is in the troubleshooting queue",
     ]
     assert texts(replace(fleet, failures=[failing(4)]))[0].endswith(f"queue, {when}, version 8f3a")
+    shown = rendering.concern(concerns(told)[0])
+    assert f', since <time datetime="{AT.isoformat()}">{AT:%b %d, %H:%M} UTC</time>, new in' in shown
     assert texts(replace(fleet, failures=[replace(failing(4), since_version=None)]))[0].endswith(when)
     assert concerns(replace(CALM, breakers=[BREAKER]))[0].link == "breaker?name=orders%2Fship"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import time
+from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPConnection
 from typing import Any
 
@@ -253,6 +255,44 @@ def test_a_locked_table_is_an_answer_after_two_seconds_and_then_all_is_well(
         assert visit.get("/health/live").json == {"status": "alive"}
     assert visit.get("/commands").status == 200
     assert visit.get("/health/ready").json == {"status": "ready"}
+
+
+def test_a_locked_command_holds_up_no_other_operator(database: str, bus: CommandBus, serve: Serve) -> None:
+    settled(database, bus)
+    visit = serve()
+    mark = visit.mark("/domains")
+    with psycopg.connect(database) as other, ThreadPoolExecutor(1) as aside:
+        other.execute("SELECT FROM commandbus.tsq FOR UPDATE")
+        begun = time.monotonic()
+        waits = aside.submit(visit.post, "/actions/retry", {"mark": mark, "domain": "orders", "id": "bad"})
+        paused = visit.post("/actions/pause", {"mark": mark, "domain": "orders"})
+        assert "orders is paused" in paused.text
+        answer = waits.result()
+        assert time.monotonic() - begun < 15  # two seconds on an idle machine; it was a minute
+        assert answer.status == 503
+        assert "Another session has locked what this needs, so nothing was done" in answer.text
+    assert visit.act("retry", "/domains", domain="orders", id="bad").status == 200
+
+
+def test_fields_that_no_database_can_hold_are_refused(bus: CommandBus, serve: Serve) -> None:
+    visit = serve()
+    mark = visit.mark("/domains")
+    deep = "[" * 20_000
+    for name, fields in {
+        "replay": {"domain": "orders", "id": "x", "data": deep},
+        "complete": {"domain": "orders", "id": "x", "result": deep},
+        "delete-key-limit": {"domain": "orders", "name": "\ud800"},
+    }.items():
+        answer = visit.post_json(f"/api/actions/{name}", {"fields": fields}, x_mark=mark)
+        assert answer.status == 400, (name, answer.text)
+        assert re.search("nested too deeply|half of a character", answer.json["error"])
+
+
+def test_what_cannot_be_read_is_not_called_not_found(bus: CommandBus, serve: Serve) -> None:
+    answer = serve().get("/commands", search="status:lost")
+    assert answer.status == 400
+    assert "<h1>This cannot be shown</h1>" in answer.text
+    assert "status:lost is none of" in answer.text
 
 
 def test_addresses_that_make_no_sense(bus: CommandBus, serve: Serve) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import psycopg
 import pytest
 
-from commandbus import CommandBus, HandlerRegistry, HourFigures, MinuteFigures, VersionMark, Worker
+from commandbus import CommandBus, HandlerRegistry, HourFigures, MinuteFigures, Saga, VersionMark, Worker, step
 from commandbus.web import sparkline
 from commandbus.web.access import Access, Visitor
 from support.waiting import until
@@ -66,8 +66,21 @@ def test_now_shows_every_slot_and_a_stuck_one_in_words(
     assert "<b>" not in text
     assert "\u202e" not in text
     assert "style=" not in text
+    assert any("hangs in worker" in item["text"] for item in visit.get("/api/concerns").json)
     api = visit.get("/api/slots").json
     assert {slot["phase"] for slot in api[0]["slots"]} == {"STUCK", "RUNNING"}
+
+
+def test_a_worker_has_as_many_slots_as_it_shows(database: str, bus: CommandBus, serve: Serve) -> None:
+    handlers = HandlerRegistry()
+    handlers.register_process(Saga("trip", step("book", "orders")))
+    handlers.register("orders", "book", lambda command, ctx: None)
+    with Worker(handlers, settings=quick_settings(database, concurrency=2)):
+        visit = serve()
+        text = until(lambda: found if "slot-idle" in (found := visit.get("/").text) else "")
+    said = re.search(r"0 of (\d+) slots", text)
+    assert said is not None
+    assert int(said[1]) == text.count("slot-idle") > 2, "with those for messages of processes"
 
 
 def test_where_a_running_command_is(bus: CommandBus, running: threading.Event, serve: Serve) -> None:

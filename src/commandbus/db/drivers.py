@@ -241,8 +241,8 @@ async def run_async(conn: AnyAsyncConnection, operation: Runnable[T], *, limit: 
 
 
 def limit_statement(seconds: float, *, lock_seconds: float) -> bytes:
-    """Ends each statement of a transaction after so many seconds, and each wait for a lock. The limits end with the
-    transaction, so they also hold behind a pooler, whose sessions are other clients', too."""
+    """Ends each statement of a transaction after so many seconds, and each wait for a lock. The limits end with
+    the transaction, so they also hold behind a pooler, whose sessions are other clients', too."""
     return (
         f"SELECT pg_catalog.set_config('statement_timeout', '{seconds * 1000:.0f}', true), "
         f"pg_catalog.set_config('lock_timeout', '{lock_seconds * 1000:.0f}', true)"

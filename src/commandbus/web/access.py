@@ -22,6 +22,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import Final, Literal
+from urllib.parse import quote, unquote
 
 from starlette.requests import Request
 
@@ -93,9 +94,9 @@ class Access:
     def visitor(self, request: Request) -> Visitor | None:
         """Who sent this request; None if they may not even look."""
         if self._user_header is not None:
-            return self._by_header(request.headers.get(self._user_header))
+            return self._by_header(_as_sent(request.headers.get(self._user_header)))
         if self._tokens:
-            return self._by_bearer(request.headers.get("authorization")) or self._by_cookie(
+            return self._by_bearer(_as_sent(request.headers.get("authorization"))) or self._by_cookie(
                 request.cookies.get(COOKIE)
             )
         return Visitor(_this_user(), "operator") if _names_this_machine(request) else None
@@ -103,7 +104,7 @@ class Access:
     def cookie_for(self, token: str) -> str | None:
         """The value of the cookie for a visitor who has given this token; None if there is no such token."""
         visitor = self._of_token(token)
-        return None if visitor is None else f"{self._sign('cookie', visitor.name)}.{visitor.name}"
+        return None if visitor is None else f"{self._sign('cookie', visitor.name)}.{quote(visitor.name)}"
 
     def csrf_mark(self, visitor: Visitor) -> str:
         """What a form of ours carries."""
@@ -126,7 +127,8 @@ class Access:
         return None if found is None else Visitor(found.name, found.role, is_program=True)
 
     def _by_cookie(self, cookie: str | None) -> Visitor | None:
-        signature, _, name = (cookie or "").partition(".")
+        signature, _, quoted = (cookie or "").partition(".")
+        name = unquote(quoted)  # a cookie has no other letters than those of ASCII
         if not hmac.compare_digest(signature.encode(), self._sign("cookie", name).encode()):
             return None
         return next((visitor for visitor in self._tokens.values() if visitor.name == name), None)
@@ -171,6 +173,14 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def _as_sent(header: str | None) -> str | None:
+    """The text of a header. Its bytes are UTF-8 if they can be, so that a name has its own letters."""
+    try:
+        return None if header is None else header.encode("latin-1").decode()
+    except UnicodeError:
+        return header
 
 
 def _names_this_machine(request: Request) -> bool:

@@ -23,6 +23,8 @@ from commandbus.errors import (
     CommandNotFoundError,
     DatabaseUnavailableError,
     InvalidOperationError,
+    MissingPrivilegeError,
+    SchemaError,
 )
 from commandbus.logger import safe_logger
 from commandbus.settings import Settings
@@ -215,6 +217,8 @@ def _add_health(app: FastAPI, console: Console) -> None:
     async def ready() -> Response:
         try:
             await console.reading.list_domains()
+        except SchemaError as error:
+            return JSONResponse({"status": "unready", "reason": str(error)}, status_code=503)
         except (CommandBusError, psycopg.Error, PoolTimeout):
             return JSONResponse({"status": "unready", "reason": "the database does not answer"}, status_code=503)
         return JSONResponse({"status": "ready"})
@@ -236,9 +240,13 @@ def _add_errors(app: FastAPI, console: Console) -> None:
     @app.exception_handler(CommandBusError)
     async def refused(request: Request, error: CommandBusError) -> Response:
         code = 404 if isinstance(error, LookupError) else 409 if isinstance(error, InvalidOperationError) else 400
-        return answer(
-            request, code, "This cannot be done" if request.method == "POST" else "Not found", str(error)
-        )
+        looked = "Not found" if code == 404 else "This cannot be shown"
+        return answer(request, code, "This cannot be done" if request.method == "POST" else looked, str(error))
+
+    @app.exception_handler(SchemaError)
+    async def unprepared(request: Request, error: SchemaError) -> Response:
+        code = 403 if isinstance(error, MissingPrivilegeError) else 503
+        return answer(request, code, "The database is not ready for this", str(error))
 
     @app.exception_handler(HTTPException)
     async def no_route(request: Request, error: HTTPException) -> Response:
@@ -262,7 +270,10 @@ def _add_errors(app: FastAPI, console: Console) -> None:
 
     @app.exception_handler(psycopg.errors.LockNotAvailable)
     async def locked(request: Request, _error: psycopg.errors.LockNotAvailable) -> Response:
-        text = "Another session has locked what this needs, so nothing was done. Try again in a moment."
+        text = (
+            "Another session has locked what this needs, so nothing was done. Try again in a moment. "
+            "The page Database names the open transactions and who holds them."
+        )
         return answer(request, 503, "Somebody else is at it", text)
 
     @app.exception_handler(psycopg.errors.QueryCanceled)

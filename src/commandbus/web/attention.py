@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC
+from datetime import UTC, datetime
 from typing import Final
 from urllib.parse import urlencode
 
@@ -27,10 +27,12 @@ _STATES: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Concern:
-    """One thing that needs a person. `link` leads to the page where they can act."""
+    """One thing that needs a person. `link` leads to the page where they can act. If it is known since when, the
+    text says that moment in UTC (`clock_of`), and a page shows it in the zone of its reader."""
 
     text: str
     link: str
+    since: datetime | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,25 +151,35 @@ def _breakers(breakers: Sequence[BreakerInfo]) -> list[Concern]:
 
 
 def _troubles(in_tsq: Mapping[tuple[str, str], int], failures: Sequence[FailureGroup]) -> list[Concern]:
-    return [
-        Concern(
-            f"{counted(count, 'command')} of {domain}/{kind} {'is' if count == 1 else 'are'} in the "
-            f"troubleshooting queue{_since(domain, kind, failures)}",
-            "troubleshooting?" + urlencode({"domain": domain, "command_type": kind}),
+    found = []
+    for (domain, kind), count in sorted(in_tsq.items(), key=lambda item: -item[1]):
+        most = _commonest(domain, kind, failures)
+        found.append(
+            Concern(
+                f"{counted(count, 'command')} of {domain}/{kind} {'is' if count == 1 else 'are'} in the "
+                f"troubleshooting queue{'' if most is None else _since(most)}",
+                "troubleshooting?" + urlencode({"domain": domain, "command_type": kind}),
+                None if most is None else most.first_seen,
+            )
         )
-        for (domain, kind), count in sorted(in_tsq.items(), key=lambda item: -item[1])
-    ]
+    return found
 
 
-def _since(domain: str, kind: str, failures: Sequence[FailureGroup]) -> str:
-    """Since when, and since which version of the code, commands of a type fail as most of them do."""
+def _commonest(domain: str, kind: str, failures: Sequence[FailureGroup]) -> FailureGroup | None:
     own = [item for item in failures if (item.domain, item.command_type) == (domain, kind)]
-    if not own:
-        return ""
-    most = max(own, key=lambda item: item.in_troubleshooting)
+    return max(own, key=lambda item: item.in_troubleshooting, default=None)
+
+
+def _since(most: FailureGroup) -> str:
+    """Since when, and since which version of the code, commands of a type fail as most of them do."""
     version = "" if most.since_version is None else f", version {most.since_version}"
     new = version.replace(",", ", new in", 1) if most.is_new else version
-    return f", since {most.first_seen.astimezone(UTC):%b %d, %H:%M} UTC{new}"
+    return f", since {clock_of(most.first_seen)}{new}"
+
+
+def clock_of(moment: datetime) -> str:
+    """A moment as the texts have it."""
+    return f"{moment.astimezone(UTC):%b %d, %H:%M} UTC"
 
 
 def _unhandled(domains: Sequence[DomainStatus]) -> list[Concern]:

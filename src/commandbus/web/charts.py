@@ -25,7 +25,12 @@ class Tick:
     """A mark on a time axis."""
 
     x: float
-    text: str
+    at: datetime
+
+    @property
+    def text(self) -> str:
+        """The time of day in UTC."""
+        return f"{self.at.astimezone(UTC):%H:%M}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +176,7 @@ def position(moment: datetime, first: datetime, last: datetime) -> float:
 
 
 def ticks(first: datetime, last: datetime) -> list[Tick]:
-    """Marks at even distances, with the time in UTC."""
+    """Marks at even distances."""
     step = (last - first) / TICKS
     moments = [first + number * step for number in range(TICKS)]
-    return [Tick(position(moment, first, last), f"{moment.astimezone(UTC):%H:%M}") for moment in moments]
+    return [Tick(position(moment, first, last), moment) for moment in moments]

@@ -65,13 +65,11 @@ class Console:
         return str(found or "")
 
     async def now(self) -> Fleet:
-        """One look at everything that `Now` shows. Workers publish their slots from now on, for some seconds."""
-        found = await self.fleet()
-        slots, hours = await self.reading.watch_slots(), await self.reading.last_hour()
-        return replace(found, slots=slots.items, hours=hours.items)
+        """One look at everything that `Now` shows."""
+        return replace(await self.fleet(), hours=(await self.reading.last_hour()).items)
 
     async def fleet(self) -> Fleet:
-        """One look at what may need a person."""
+        """One look at what may need a person. Workers publish their slots from now on, for some seconds."""
         in_tsq = await AsyncTroubleshootingQueue(self.reading).count_by_type()
         return Fleet(
             (await self.reading.status()).items,
@@ -79,6 +77,7 @@ class Console:
             (await self.reading.limits()).items,
             (await self.reading.breakers()).items,
             in_tsq,
+            slots=(await self.reading.watch_slots()).items,
             failures=await self._failures() if in_tsq else [],
         )
 

@@ -22,9 +22,11 @@ from commandbus.model.folded_frames import folded
 from commandbus.model.ledger_bar import how_long
 from commandbus.model.safe_text import escaped, escaped_lines
 from commandbus.web import sparkline
+from commandbus.web.attention import Concern, clock_of
 
 LONGEST_TEXT: Final = 20_000
 LONGEST_EDIT: Final = 200_000
+LAST_MOMENT: Final = 2**33  # in seconds since 1970: the year 2242
 
 
 @lru_cache(maxsize=1)
@@ -49,6 +51,7 @@ def environment() -> Environment:
         raw=raw,
         editable=editable,
         autopsy=autopsy,
+        concern=concern,
         exactly=how_long,
         folded=folded_text,
         without_clock=without_clock,
@@ -83,6 +86,16 @@ def time(moment: datetime | None) -> Markup:
         return Markup("–")
     utc = moment.astimezone(UTC)
     return Markup('<time datetime="{}">{:%Y-%m-%d %H:%M:%S} UTC</time>').format(utc.isoformat(), utc)
+
+
+def concern(item: Concern) -> Markup:
+    """The text of a concern. The script shows its moment in the viewer's zone."""
+    if item.since is None:
+        return escape(escaped(item.text))
+    utc = clock_of(item.since)
+    before, _, after = item.text.partition(utc)
+    moment = Markup('<time datetime="{}">{}</time>').format(item.since.astimezone(UTC).isoformat(), utc)
+    return escape(escaped(before)) + moment + escape(escaped(after))
 
 
 def clock(moment: datetime) -> str:
@@ -132,7 +145,10 @@ def folded_text(text: str | None, own_frame: str | None = None) -> Markup:
 
 def autopsy(found: Mapping[str, Any]) -> Markup:
     """What was seen of a stuck attempt: each stack as Python prints it, then the rest."""
-    rest = {name: value for name, value in found.items() if name != "stacks"}
+    taken = _taken(found.get("taken_at"))
+    rest = {
+        name: value for name, value in found.items() if name != "stacks" and not (taken and name == "taken_at")
+    }
     stacks = Markup("").join(
         Markup("<h4>{}</h4>{}").format(
             escaped(str(stack.get("title", ""))), folded_text("\n".join(_frames(stack)))
@@ -140,7 +156,14 @@ def autopsy(found: Mapping[str, Any]) -> Markup:
         for stack in found.get("stacks", ())
         if isinstance(stack, Mapping)
     )
-    return stacks + json_text(rest)
+    return taken + stacks + json_text(rest)
+
+
+def _taken(moment: object) -> Markup:
+    """When an autopsy was taken. What cannot be a moment is left to the rest."""
+    if not isinstance(moment, int | float) or not 0 < moment < LAST_MOMENT:
+        return Markup("")
+    return Markup("<p>Taken {}.</p>").format(time(datetime.fromtimestamp(moment, UTC)))
 
 
 def _frames(stack: Mapping[str, Any]) -> list[str]:

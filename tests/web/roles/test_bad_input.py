@@ -142,6 +142,9 @@ def test_a_database_that_cannot_answer_is_one_sentence(
             other.execute("LOCK commandbus.domain, commandbus.command, commandbus.plan IN ACCESS EXCLUSIVE MODE")
         asked = consoles.reads if state != "slow" else ["/?", "/commands?", "/api/plans?"]
         wrong = []
+        if state == "unmigrated":
+            assert visit.get("/").status == 503  # so the page opens by itself after `commandbus migrate`
+            assert "commandbus migrate" in visit.get("/health/ready").json["reason"]
         for address in asked:
             if address.partition("?")[0] in NEEDS_NO_SCHEMA:
                 continue

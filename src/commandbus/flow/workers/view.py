@@ -33,6 +33,11 @@ class WorkerView:
         return [str(reason) for reason in found] if isinstance(found, list) else []
 
     @property
+    def size(self) -> int:
+        """How many slots it has, with those for messages of processes, if it has said so."""
+        return self.info.concurrency if self.slots is None else self.slots.size
+
+    @property
     def stuck(self) -> int:
         """How many attempts were given up, and still hang there."""
         return 0 if self.slots is None else sum(slot.phase == "STUCK" for slot in self.slots.slots)

@@ -63,7 +63,18 @@ class Action:
                 raise InvalidCommandError(
                     f"{name} has {len(value)} characters; at most {LONGEST_FIELD} are allowed"
                 )
+            if not _is_whole_text(value):
+                raise InvalidCommandError(f"{name} has half of a character (a lone surrogate)")
         return found
+
+
+def _is_whole_text(value: str) -> bool:
+    """Can it be written as UTF-8? JSON can name halves of characters, which no answer and no row can hold."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def as_json(text: str | None, name: str) -> Json:
@@ -72,6 +83,8 @@ def as_json(text: str | None, name: str) -> Json:
         return None if text is None else json.loads(text)
     except ValueError as error:
         raise InvalidCommandError(f"{name} is not JSON: {error}") from None
+    except RecursionError:
+        raise InvalidCommandError(f"{name} is not JSON that can be read: it is nested too deeply") from None
 
 
 def as_whole(text: str, name: str) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from datetime import datetime
 
 from fastapi import APIRouter
 from pydantic import BaseModel
@@ -14,10 +15,11 @@ from commandbus.web.console import Console
 
 
 class ConcernOut(BaseModel):
-    """One thing that needs a person."""
+    """One thing that needs a person, and since when, if that is known."""
 
     text: str
     link: str
+    since: datetime | None = None
 
 
 def add_routes(router: APIRouter, console: Console) -> None:

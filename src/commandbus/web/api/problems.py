@@ -20,7 +20,7 @@ _REASONS: Final = {
     404: "There is no such thing.",
     409: "It cannot be done in the state that the thing is in.",
     422: "A parameter is missing, or is not of its type.",
-    503: "The database does not answer, or not in time.",
+    503: "The database does not answer in time, another session has locked this, or there is no schema.",
 }
 PROBLEMS: Final[dict[int | str, dict[str, Any]]] = {
     code: {"model": Problem, "description": reason} for code, reason in _REASONS.items()

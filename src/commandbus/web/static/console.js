@@ -21,6 +21,16 @@ function showLocalTimes(within) {
   }
 }
 
+// Marks on the axes of charts. An element of SVG shows on hover what its <title> says.
+function showLocalTicks(within) {
+  for (const one of within.querySelectorAll("text[data-at]")) {
+    const utc = document.createElementNS(one.namespaceURI, "title");
+    utc.textContent = one.textContent;
+    one.textContent = new Date(one.dataset.at).toLocaleTimeString(undefined, { hour: "2-digit", minute: "2-digit" });
+    one.append(utc);
+  }
+}
+
 function watchNow() {
   const live = document.getElementById("live");
   if (!live) return;
@@ -152,6 +162,7 @@ function goOn() {
 }
 
 showLocalTimes(document);
+showLocalTicks(document);
 goOn();
 keepLooking();
 countSelection();
