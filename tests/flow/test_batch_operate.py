@@ -199,6 +199,18 @@ def test_a_locked_member_holds_up_nobody_and_is_canceled_later(orders: Bus, db: 
     assert orders.get_batch("orders", "b").status == BatchStatus.CANCELED
 
 
+def test_a_locked_member_in_trouble_holds_up_nobody_either(orders: Bus, db: Db) -> None:
+    orders.create_batch("orders", commands(3), batch_id="b")
+    orders.settle([fail(item, PermanentCommandError("no")) for item in orders.claim("w", 2)], "w")
+    with psycopg.connect(orders.url) as other:
+        other.execute("SELECT FROM commandbus.tsq ORDER BY command LIMIT 1 FOR UPDATE")
+        report = orders.cancel_batch("orders", "b", operator="ann")  # were it to wait, nobody would end the lock
+        assert (report.canceled, report.left) == (2, 1)
+    (canceling,) = orders.run(leftovers()).to_cancel
+    assert orders.follow(resume(canceling)) == (1, 0, 0)
+    assert states(db) == {"CANCELED": 3}
+
+
 @sync_only
 def test_a_lock_of_a_moment_is_waited_for(orders: Bus, db: Db) -> None:
     orders.create_batch("orders", commands(5), batch_id="b")

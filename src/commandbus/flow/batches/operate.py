@@ -182,13 +182,16 @@ def cancel_bite(canceling: Canceling, *, after_id: int, is_sweep: bool, bite: in
     )
     waiting = [id_ for id_, status in rows if status == "PENDING"]
     troubled = [id_ for id_, status in rows if status == "IN_TROUBLESHOOTING_QUEUE"]
-    canceled, requested, found = yield from _cancel_waiting(canceling, waiting)
+    # First the troubled ones: who retries them locks their rows in this order, too. Otherwise each could wait for
+    # the other, because the second statement also locks commands that have moved since their status was read.
+    ended: list[str] = []
     if troubled:
         selection = Selection(canceling.domain, ids=troubled)
-        ended = yield from operate.act(selection, canceling.what, limit=len(troubled)).steps
-        canceled, found = canceled + len(ended), found + len(ended)
-    moving = len(waiting) + len(troubled) - found
-    return _Bite(canceled, requested, moving, rows[-1][0] if rows else after_id, len(rows) < bite)
+        ended = yield from operate.act(selection, canceling.what, limit=len(troubled), waits=False).steps
+    canceled, requested, found = yield from _cancel_waiting(canceling, waiting)
+    moving = len(waiting) + len(troubled) - found - len(ended)
+    last_id = rows[-1][0] if rows else after_id
+    return _Bite(canceled + len(ended), requested, moving, last_id, len(rows) < bite)
 
 
 def _cancel_waiting(canceling: Canceling, ids: Sequence[int]) -> Steps[tuple[int, int, int]]:
