@@ -170,6 +170,30 @@ def test_a_token_signs_in_and_works_as_a_bearer(bus: CommandBus, serve: Serve) -
     assert [(item.operator, item.reason) for item in bus.pauses()] == [("ann", "by a program")]
 
 
+def test_a_field_that_an_action_does_not_have_is_refused(bus: CommandBus, serve: Serve) -> None:
+    """A program that misspells a field would else do more than it wanted: pause a domain, not one of its types."""
+    access = Access(tokens={"t" * 20: Visitor("ann", "operator")})
+    program = serve(access, headers={"Authorization": f"Bearer {'t' * 20}"})
+    wrong = program.post_json("/api/actions/pause", {"fields": {"domain": "orders", "type": "ship"}})
+    assert wrong.status == 400
+    assert wrong.json == {"error": "there is no field 'type'; there are domain, command_type, reason"}
+    for document in (
+        {"domain": "orders"},
+        {"fields": {"domain": "orders"}, "command_type": "ship"},
+        {"fields": {"domain": "orders"}, "\ud800": "half a character"},
+        {"fields": {"domain": "orders", "\ud800": "half a character"}},
+        {"fields": {"domain": "orders"}, "x" * 100_000: "a long name"},
+    ):
+        refused = program.post_json("/api/actions/pause", document)
+        assert (refused.status in {400, 422}, list(refused.json)) == (True, ["error"]), refused.text[:500]
+        assert len(refused.text) < 1_000
+    assert program.post_json("/api/rehearse", {"domain": "orders", "id": "a", "app": "b"}).status == 422
+    assert not bus.pauses().items
+    given = {"domain": "orders", "command_type": "ship", "reason": "as every other field"}
+    assert program.post_json("/api/actions/pause", {"fields": given}).json == {"done": "orders/ship is paused"}
+    assert [item.reason for item in bus.pauses()] == ["as every other field"]
+
+
 def test_nobody_else_signs_a_visitor_out(serve: Serve) -> None:
     visit = serve(Access(tokens={"t" * 20: Visitor("ann", "operator")}))
     entered = visit.post("/sign-in", {"token": "t" * 20})

@@ -152,7 +152,7 @@ def test_workers_by_supervisor_with_health_and_post_mortems(bus: CommandBus, dat
     assert "\x1b" not in text
     visit = serve(access, headers={"Authorization": "Bearer " + "b" * 20})
     assert "actions/recycle-worker" not in visit.get("/workers").text
-    assert visit.post_json("/api/actions/recycle-worker", {"worker": "alive"}).status == 403
+    assert visit.post_json("/api/actions/recycle-worker", {"fields": {"worker": "alive"}}).status == 403
     (dead,) = visit.get("/api/post-mortems").json
     assert [item["is_charged"] for item in dead["attempts"]] == [True, False]
 

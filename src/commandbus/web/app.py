@@ -5,7 +5,7 @@ app.mount("/console", create_console(Settings(database_url=…), Access(user_hea
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 from typing import Final
 from urllib.parse import parse_qsl
@@ -257,7 +257,7 @@ def _add_errors(app: FastAPI, console: Console) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def malformed(request: Request, error: RequestValidationError) -> Response:
-        wrong = "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors()[:5])
+        wrong = "; ".join(f"{_place(item['loc'])}: {item['msg']}" for item in error.errors()[:5])
         return answer(request, 422, "This address is not complete", wrong)
 
     @app.exception_handler(psycopg.errors.InsufficientPrivilege)
@@ -294,3 +294,8 @@ def _add_errors(app: FastAPI, console: Console) -> None:
         logger.warning("the console cannot reach the database: %s", error)
         text = "The database does not answer. This page works again as soon as it does."
         return answer(request, 503, "The database does not answer", text)
+
+
+def _place(names: Iterable[object]) -> str:
+    """Where in a request something is wrong. The names come from the visitor: they may be long, or no text."""
+    return ".".join(map(str, names))[:200].encode("utf-8", "backslashreplace").decode()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
@@ -66,6 +66,14 @@ class Action:
             if not _is_whole_text(value):
                 raise InvalidCommandError(f"{name} has half of a character (a lone surrogate)")
         return found
+
+    def refuse_unknown(self, given: Iterable[str]) -> None:
+        """Raise an error if a name among these is no field of this action. What a program misspells would else be
+        left out, and a pause of one command type would be one of its whole domain."""
+        known = [*(field.rstrip("?") for field in self.fields), "reason"]
+        for name in given:
+            if name not in known:
+                raise InvalidCommandError(f"there is no field {name!r:.80}; there are {', '.join(known)}")
 
 
 def _is_whole_text(value: str) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated
 
 from fastapi import APIRouter, HTTPException, Path, Request
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from commandbus.errors import CommandNotFoundError
 from commandbus.web.access import Visitor
@@ -16,7 +16,9 @@ ActionName = Annotated[str, Path(json_schema_extra={"enum": sorted(ACTIONS)})]
 
 
 class ActionIn(BaseModel):
-    """The fields of an action. Which of them it needs, the list of actions says."""
+    """The fields of an action. Which of them it needs, the list of actions says. Others are refused."""
+
+    model_config = ConfigDict(extra="forbid")
 
     fields: dict[str, str] = Field(default_factory=dict, max_length=20)
     reason: str | None = Field(default=None, max_length=LONGEST_FIELD)
@@ -47,7 +49,8 @@ def add_routes(router: APIRouter, console: Console) -> None:
             raise HTTPException(403, "only an operator may do this, with a token or from a page of the console")
         if name not in ACTIONS:
             raise CommandNotFoundError(f"there is no action {name!r}")
-        fields = ACTIONS[name].check({**given.fields, "reason": given.reason or ""})
+        ACTIONS[name].refuse_unknown(given.fields)
+        fields = ACTIONS[name].check({**given.fields, "reason": given.reason or given.fields.get("reason", "")})
         sentence = await ACTIONS[name].run(console.acting, visitor.name, fields)
         page = sentence.page if isinstance(sentence, Step) else None
         return Done(done=sentence, page=page, again=sentence.again if isinstance(sentence, Portion) else None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fastapi import APIRouter, HTTPException, Request
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from commandbus.model.rehearsal import Rehearsal
 from commandbus.web.access import Visitor
@@ -13,6 +13,8 @@ from commandbus.web.rehearsing import rehearse_here
 
 class RehearsalIn(BaseModel):
     """Which command."""
+
+    model_config = ConfigDict(extra="forbid")
 
     domain: str = Field(max_length=200)
     id: str = Field(max_length=255)
