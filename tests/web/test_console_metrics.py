@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import psycopg
 from prometheus_client.parser import text_string_to_metric_families
 
 from commandbus import CommandBus, HandlerRegistry, Limit, Settings, Worker
@@ -45,6 +46,13 @@ def test_without_a_database_it_says_so(serve: Serve) -> None:
     with served(create_console(away)) as port:
         found = parsed(Visit(port).get("/metrics").text)
     assert found == {("commandbus_database_up",): 0}
+
+
+def test_a_locked_table_is_no_dead_database(serve: Serve, bus: CommandBus, database: str) -> None:
+    visit = serve()
+    with psycopg.connect(database) as other:
+        other.execute("LOCK commandbus.tsq IN ACCESS EXCLUSIVE MODE")
+        assert parsed(visit.get("/metrics").text) == {("commandbus_database_up",): 1}
 
 
 def test_strangers_get_no_metrics(serve: Serve) -> None:

@@ -2,7 +2,8 @@
 
 Every figure is bounded: counts end at 10,000, and at most MOST_DOMAINS domains are counted. However many ask, the
 database is asked once in FRESH_SECONDS. If it does not answer, `commandbus_database_up` is 0 and the rest is
-missing.
+missing. If it refuses (somebody has locked a table, there is no schema), only the rest is missing, and the log says
+why.
 """
 
 from __future__ import annotations
@@ -19,15 +20,17 @@ from psycopg_pool import PoolTimeout
 
 from commandbus.bus import AsyncCommandBus
 from commandbus.clock import monotonic
-from commandbus.errors import CommandBusError
+from commandbus.errors import CommandBusError, SchemaError
 from commandbus.flow.commands.inspect import WorkerInfo
 from commandbus.flow.commands.rescue import claimable_work
 from commandbus.flow.limits.metrics import figures
+from commandbus.logger import safe_logger
 from commandbus.supervisor.fleet_metrics import domain_metrics, shared_metrics
 from commandbus.supervisor.metrics import CONTENT_TYPE, GAUGE, Metric, Sample, render
 from commandbus.web.console import Console
 from commandbus.worker.health import HealthState
 
+logger = safe_logger("commandbus.console")
 FRESH_SECONDS: Final = 3.0
 MOST_DOMAINS: Final = 100
 
@@ -56,8 +59,9 @@ class FleetMetrics:
             if monotonic() - self._read_at >= FRESH_SECONDS:
                 try:
                     metrics = [*await self._read(), _up(is_up=True)]
-                except (CommandBusError, psycopg.Error, PoolTimeout):
-                    metrics = [_up(is_up=False)]
+                except (CommandBusError, psycopg.Error, PoolTimeout) as error:
+                    logger.warning("/metrics has no figures of the fleet: %s", error)
+                    metrics = [_up(is_up=_is_refusal(error))]
                 self._text, self._read_at = render(metrics), monotonic()
             return self._text
 
@@ -78,6 +82,13 @@ def _worker_metrics(workers: Iterable[WorkerInfo]) -> list[Metric]:
         Metric("commandbus_fleet_running", GAUGE, "Attempts that run in the whole fleet.",
                [Sample(sum(worker.running for worker in found))]),
     ]  # fmt: skip
+
+
+def _is_refusal(error: Exception) -> bool:
+    """Did the database answer, though with an error?"""
+    if not isinstance(error, psycopg.Error):
+        return isinstance(error, SchemaError)
+    return error.sqlstate is not None and not error.sqlstate.startswith(("08", "57P"))  # lost, or shutting down
 
 
 def _up(*, is_up: bool) -> Metric:
