@@ -2,8 +2,8 @@
 
 Every figure is bounded: counts end at 10,000, and at most MOST_DOMAINS domains are counted. However many ask, the
 database is asked once in FRESH_SECONDS. If it does not answer, `commandbus_database_up` is 0 and the rest is
-missing. If it refuses (somebody has locked a table, there is no schema), only the rest is missing, and the log says
-why.
+missing. If it refuses (somebody has locked a table, there is no schema), only the rest is missing, and the log
+says why.
 """
 
 from __future__ import annotations
