@@ -94,3 +94,17 @@ def test_without_the_script(browser: Browser, shop: Shop) -> None:
     page.get_by_label("Select ship 4").check()
     page.get_by_role("button", name="Preview the selection").click()
     expect(page.get_by_role("button", name="Retry 1")).to_be_visible()
+
+
+def test_a_box_makes_its_row_no_higher(browser: Browser, shop: Shop) -> None:
+    page = opened(browser, shop)
+    row = page.locator("tbody tr", has=page.locator("[name=chosen]")).first
+    text, box, whole = (
+        row.locator("th a").bounding_box(),
+        row.locator("[name=chosen]").bounding_box(),
+        row.bounding_box(),
+    )
+    assert text and box and whole
+    assert box["width"] >= 24, "a finger hits it"
+    assert whole["height"] < 2.5 * text["height"]
+    page.context.close()

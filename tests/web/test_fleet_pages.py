@@ -166,6 +166,7 @@ def test_a_sparkline_has_gaps_and_marks_and_no_markup_of_others() -> None:
     made = sparkline.settled(HourFigures("orders", minutes, None, None, [mark]))
     assert made.count("<polyline") == 1
     assert made.count("<circle") == 1, "a minute alone is a dot"
+    assert made.count('class="spark-axis"') == 1, "the whole hour is seen, also where nothing is known"
     assert "version &lt;script&gt;" in made
     assert "<script" not in made
     assert sparkline.ready(HourFigures("orders", minutes, None, None)) == sparkline.ready(None)

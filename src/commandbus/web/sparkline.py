@@ -54,10 +54,15 @@ def _chart(
     gaps = len(values) - len(known)
     if gaps:
         label += f", not known for {gaps} of {len(values)} minutes"
-    parts = Markup("").join([*_lines(values, max(known)), *_marks(hour)])
+    parts = Markup("").join([_axis(), *_lines(values, max(known)), *_marks(hour)])
     return Markup(
         '<svg class="spark" viewBox="0 0 {} {}" role="img" aria-label="{}"><title>{}</title>{}</svg>'
     ).format(WIDTH, HEIGHT, label, label, parts)
+
+
+def _axis() -> Markup:
+    """The whole hour, so that a line that begins late is seen to begin late."""
+    return Markup('<line class="spark-axis" x1="0" y1="{0}" x2="{1}" y2="{0}"/>').format(HEIGHT - 0.5, WIDTH)
 
 
 def _lines(values: Sequence[float | None], most: float) -> list[Markup]:
