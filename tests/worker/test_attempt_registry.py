@@ -56,6 +56,21 @@ def test_an_attempt_that_was_taken_does_not_end_and_gets_no_connection(
     assert not attempts.end(attempt, slot)
 
 
+def test_an_attempt_that_is_due_before_the_ladder_looks_wakes_it(attempts: AttemptRegistry, slot: Slot) -> None:
+    woken: list[str] = []
+    attempts.wake_ladder = lambda: woken.append("ladder")
+    soon, later = an_attempt(1), an_attempt(2)
+    soon.deadline_at, later.deadline_at = 9.9, 10.1
+    attempts.looks_at = 10.0
+    attempts.begin(later, slot)
+    attempts.begin_chunk(later, slot)
+    assert not woken
+    attempts.begin(soon, slot)
+    assert woken == ["ladder"]
+    attempts.begin_chunk(soon, slot)
+    assert woken == ["ladder"] * 2
+
+
 def test_of_a_slot_and_the_ladder_exactly_one_owns_the_settlement(attempts: AttemptRegistry, slot: Slot) -> None:
     both = threading.Barrier(2)
     all_attempts = [an_attempt(number) for number in range(ROUNDS)]

@@ -214,9 +214,10 @@ def test_no_command_is_left_behind_by_lazy_waking(lane: str) -> None:
 
 def test_commands_that_all_find_an_idle_slot_wake_nobody_else() -> None:
     """The ticker would compete with the slots for the GIL, and delay what it is not needed for."""
+    others = set(threading.enumerate())  # a ticker of an earlier test may still be about to end
     lanes = _Lanes(3, 0.0)
     try:
-        (ticker,) = [thread for thread in threading.enumerate() if thread.name == "test-ticker"]
+        (ticker,) = [each for each in threading.enumerate() if each.name == "test-ticker" and each not in others]
         until(lambda: _naps(ticker) > 0)  # it sleeps
         before = _naps(ticker)
         for pushed in range(2, 42, 2):

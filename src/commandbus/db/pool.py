@@ -126,6 +126,9 @@ def connect_own(
     `goes_by_keys`: an index is preferred to any scan, whatever the size of a table was when a statement was
     planned. So most statements are planned once (ADR 15).
 
+    A thread of ours leaves a transaction open for the time of a round trip. If its network falls silent meanwhile,
+    the server ends the session, and frees its locks, as soon as a statement of it would be too late.
+
     Behind PgBouncer nothing can be set for a session, not even the search path. There it is enough that our
     statements name the schema of everything they call.
     """
@@ -135,6 +138,7 @@ def connect_own(
     if settings.prepared_statements and url not in _poolers:
         limits = (
             f"-c statement_timeout={int(statement_seconds * 1000)} -c lock_timeout={int(lock_seconds * 1000)} "
+            f"-c idle_in_transaction_session_timeout={int(statement_seconds * 1000)} "
             f"-c default_transaction_isolation=read\\ committed -c search_path={OWN_SEARCH_PATH}"
         )
         options = " ".join(filter(None, [options_of(address), limits, BY_KEYS if goes_by_keys else ""]))

@@ -14,6 +14,8 @@ copy. Nothing here waits.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from commandbus.clock import monotonic
@@ -48,10 +50,14 @@ class AttemptRegistry:
         self._board_writer = board_writer
         self._counts = counts
         self._running_file = running_file
+        self.looks_at = math.inf  # when the ladder looks next
+        self.wake_ladder: Callable[[], None] = lambda: None
 
     def begin(self, attempt: Attempt, slot: Slot | AsyncSlot) -> None:
         """It runs from now on, in this slot."""
         self.running[attempt] = slot
+        if attempt.deadline_at < self.looks_at:
+            self.wake_ladder()
         if self._running_file is not None:
             self._running_file.enter(slot.index, attempt.domain, attempt.msg_id)
         if self._board_writer is not None:
@@ -60,6 +66,8 @@ class AttemptRegistry:
     def begin_chunk(self, chunk: Attempt, slot: Slot | AsyncSlot) -> None:
         """Its members run from now on, in this slot. If the worker dies, all of them count as running."""
         self.running[chunk] = slot
+        if chunk.deadline_at < self.looks_at:
+            self.wake_ladder()
         if self._running_file is not None:
             msg_ids = [member.msg_id for member in chunk.members]
             self._running_file.enter_chunk(slot.index, chunk.domain, msg_ids)

@@ -80,7 +80,6 @@ SETTLE_RESERVE_SECONDS = 2.0
 LIFESPANS_SECONDS = 1.0  # what on_stop functions get at least, if attempts have used up the time of the stop
 NOT_STARTED_SECONDS = 1.0
 PAUSED = "paused"  # the name of this reason in health
-IDLE_TICK_SECONDS = 0.4
 """A worker that holds nothing looks after itself at every second tick of the ladder."""
 BRIEF_IDLE_SECONDS = 5.0  # isolated attempts open connections of their own: idle ones here must make room
 
@@ -98,7 +97,6 @@ class WorkerRuntime:
         self._is_hurried = False
         # How many had been claimed when a look last found nothing held and nothing waiting.
         self._claimed_when_idle = -1
-        self._ticked_at = 0.0
         self._pause = ClaimPause()
         running: Running = {}
         self._board_writer = self._make_board_writer(running)
@@ -377,6 +375,7 @@ class WorkerRuntime:
             bystander=self._set_aside,
             on_stuck=self._note_stuck,
             on_tick=self._tick,
+            is_idle=lambda: self._is_idle,
             on_end=self._spec.fail,
             can_isolate=lambda: self._isolation.is_available,
             name=self._spec.id,
@@ -470,6 +469,7 @@ class WorkerRuntime:
             self._spec.supervision.on_state(self.state.name, reason)
         self._claimer.end()
         self.dispatcher.give_back()
+        self.ladder.wake()
 
     def end_claiming(self) -> None:
         """A part has ended, so nothing may be claimed any more: the rest of the fleet does the work."""
@@ -605,10 +605,6 @@ class WorkerRuntime:
             self._claimer.wake()
 
     def _tick(self, now: float) -> None:
-        is_idle = self.state is State.ACTIVE and not self.attempts.held and not self.attempts.running
-        if is_idle and now - self._ticked_at < IDLE_TICK_SECONDS:
-            return
-        self._ticked_at = now
         self._service_watch.look(now)
         self.dispatcher.tend()
         for attempt in self._quarantine.take_back_late():
@@ -622,6 +618,10 @@ class WorkerRuntime:
             self._check_recycling()
         elif self._is_hurried:
             self.hurry()
+
+    @property
+    def _is_idle(self) -> bool:
+        return self.state is State.ACTIVE and not self.attempts.held and not self.attempts.running
 
     @property
     def _is_running_any(self) -> bool:

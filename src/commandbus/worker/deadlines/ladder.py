@@ -4,8 +4,8 @@
     grace      it may still finish, and a result that comes in time counts
     stuck      an autopsy is taken, the attempt is fenced and settled, its slot gets a new thread or task
 
-A person's cancel, the shutdown and a lost lease use the same ladder. It looks four times a second, on its own
-thread, in memory only. Nothing here touches the database or anything else that can block, so a dead server or a
+A person's cancel, the shutdown and a lost lease use the same ladder. It looks four times a second, and twice while
+the worker is idle, on its own thread, in memory only. An attempt that is due before that wakes it. Nothing here touches the database or anything else that can block, so a dead server or a
 silent network cannot stop the clock. The lease keeper does what needs the database.
 
 The thread that takes an attempt out of `running` owns its settlement: the slot that ran it, or the ladder, never
@@ -17,7 +17,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, Final
 
 from commandbus.clock import boottime, epoch, monotonic
 from commandbus.logger import safe_logger
@@ -34,6 +34,7 @@ from commandbus.worker.health import HealthStatus
 logger = safe_logger("commandbus.worker")
 
 PART = "ladder"
+IDLE_SECONDS: Final = 0.5  # between two looks while the worker is idle
 BLOCKED_SECONDS = 1.0  # how long an event loop may show no sign of life
 
 Document = dict[str, Any]
@@ -54,6 +55,7 @@ class Ladder:
         bystander: Callable[[Attempt, Slot | AsyncSlot, Failure, bool], None],
         on_stuck: Callable[[Attempt, Slot | AsyncSlot], None],
         on_tick: Callable[[float], None],
+        is_idle: Callable[[], bool],
         on_end: Callable[[BaseException], None],
         can_isolate: Callable[[], bool],
         name: str,
@@ -69,10 +71,12 @@ class Ladder:
         self._bystander = bystander
         self._on_stuck = on_stuck
         self._on_tick = on_tick
+        self._is_idle = is_idle
         self._on_end = on_end
         self._can_isolate = can_isolate
         self._asked: SimpleQueue[tuple[Attempt, Stop]] = SimpleQueue()
         self._wake = threading.Event()
+        attempts.wake_ladder = self.wake
         self._stopping = False
         self.beat_at = monotonic()
         self._stalled = StalledThread()
@@ -94,6 +98,10 @@ class Ladder:
         self._stopping = True
         self._wake.set()
         self._thread.join(timeout)
+
+    def wake(self) -> None:
+        """Look now."""
+        self._wake.set()
 
     def ask(self, attempt: Attempt, why: Why, text: str, *, grace: float | None = None) -> None:
         """Ask an attempt to stop, from any thread; it has the usual grace unless told otherwise."""
@@ -124,9 +132,15 @@ class Ladder:
             self._on_end(error)
 
     def _until_due(self) -> float:
-        """Seconds until the next look: a tick, or less if something is due before."""
+        """Seconds until the next look: a tick, or less if something is due before.
+
+        `looks_at` is set before `running` is read, and a slot uses them in the other order: so an attempt that
+        begins meanwhile either is seen here or wakes the ladder.
+        """
+        pause = IDLE_SECONDS if self._is_idle() else MONITOR_TICK
+        self._attempts.looks_at = monotonic() + pause
         due = [item.deadline_at if item.stop is None else item.stop.until for item in list(self._running)]
-        return max(0.01, min(MONITOR_TICK, min(due, default=NEVER) - monotonic()))
+        return max(0.01, min(pause, min(due, default=NEVER) - monotonic()))
 
     def _tick(self) -> None:
         self.beat_at = now = monotonic()
