@@ -105,6 +105,12 @@ def test_the_line_of_a_limit_counts(orders: Bus, db: Db) -> None:
         "flow_since = date_part('epoch', now()) - 600"
     )
     assert eta(orders) == pytest.approx(15, rel=0.05), "one a second was given of late"
+    db.execute(
+        "UPDATE commandbus.limits SET flow_at = flow_at - 40, flow_since = flow_since - 40, step = 1, "
+        "until = now() + interval '100 s'"
+    )
+    assert eta(orders) == pytest.approx(115, rel=0.05), "a back-off does not make it slower"
+    db.execute("UPDATE commandbus.limits SET step = 0, until = NULL")
     db.execute("UPDATE commandbus.limits SET flow_at = flow_at - 3600")
     assert eta(orders) is None, "none was given for an hour, and nobody knows when the next one will be"
 

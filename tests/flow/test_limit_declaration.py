@@ -471,6 +471,11 @@ def test_ac5_the_estimate_counts_what_is_left_of_the_back_off(
     assert own.ahead == 0
     assert own.seconds == pytest.approx(own.backoff_seconds + 1, abs=0.5)
     assert orders.get_command("orders", sent.command_id).status is CommandStatus.PENDING
+    db.execute("UPDATE commandbus.limits SET flow_at = flow_at - 40, flow_since = flow_since - 40")
+    later = orders.estimate("docai")
+    assert later.per_second == pytest.approx(1, rel=0.05), "nobody could get a permit meanwhile: that is not a slow API"
+    db.execute("UPDATE commandbus.limits SET until = clock_timestamp()")
+    assert orders.estimate("docai").per_second == pytest.approx(0.51, rel=0.1)
 
 
 def test_ac5_the_state_of_a_back_off_can_be_seen_by_all(orders: Bus, db: Db, start: Start) -> None:

@@ -51,6 +51,21 @@ def test_without_an_epoch_nothing_is_done(permits: RedisScripts, own_redis: Redi
     assert own_redis.client.keys() == []
 
 
+def test_the_flow_stands_still_while_the_limit_is_blocked(permits: RedisScripts, own_redis: RedisServer) -> None:
+    """Nobody gets a permit then: that says nothing about how fast the API is."""
+    epoch = permits.begin_epoch(None, 60)
+    permits.take(LIMIT, tokens(2), 60, epoch=epoch)
+    (key,) = [
+        each for each in own_redis.client.scan_iter(_type="HASH") if own_redis.client.hexists(each, "flow_at")
+    ]
+    for field, seconds in (("flow_at", 40), ("flow_since", 640)):
+        own_redis.client.hincrbyfloat(key, field, -seconds)
+    now = permits.usage(LIMIT, epoch=epoch).flow
+    blocked = permits.usage(LIMIT, epoch=epoch, is_blocked=True).flow
+    assert blocked == pytest.approx(2 / 60, rel=0.01)
+    assert now == pytest.approx(blocked * 0.51, rel=0.1)
+
+
 def test_the_first_epoch_is_open_at_once_and_everybody_gets_the_same(
     permits: RedisScripts, own_redis: RedisServer
 ) -> None:

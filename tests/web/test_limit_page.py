@@ -66,7 +66,9 @@ def test_who_holds_since_when_who_waits_and_what_happened(bus: CommandBus, busy:
     assert (event.answer, event.step, event.breaker_open) == ("rate_limited", 1, False)
     assert 300 < event.seconds <= 900
     after = visit.get("/limit", name="docai").text
-    assert "Blocked for" in after
+    assert after.count("Blocked for") == 1
+    assert "for about" not in after, "how long it is blocked is said once"
+    assert "429 &lt;b&gt;slow&lt;/b&gt; down, step 1 of the back-off." in after
     assert 'class="backoff backoff-rate_limited"' in after
     assert "<b>slow</b>" not in after
     document = visit.get("/api/limit", name="docai").json

@@ -29,7 +29,8 @@ def look_at(settings: Settings, rows: Sequence[LimitRow], fleet: RedisFleet) -> 
     permits = RedisScripts(settings.redis_url, settings.environment)
     try:
         for row in rows:
-            seen = permits.usage(row, epoch=fleet.epoch)
+            is_blocked = row.limit_state.blocked_until(row.now) is not None
+            seen = permits.usage(row, epoch=fleet.epoch, is_blocked=is_blocked)
             found[row.name] = _seen(row, seen, fleet)
     except (RedisLostError, EpochError, StaleError):
         pass  # what was not seen stays unknown

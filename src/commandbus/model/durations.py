@@ -69,6 +69,11 @@ def without_clock(text: str) -> str:
     return _CLOCK.sub(r"for about \1", text)
 
 
+def without_moment(text: str) -> str:
+    """The same sentence where the moment is said already: "until 12:03:07 (in about 14 s): 429" is "429"."""
+    return _CLOCK.sub("", text).removeprefix(": ")
+
+
 def roughly(seconds: float) -> str:
     """A time that nobody knows exactly, in a sentence: `14 s`, `2m10s`, `3h5m`; a second at least."""
     whole = max(1, round(seconds))

@@ -17,7 +17,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from commandbus.model.counting import counted
-from commandbus.model.durations import roughly, without_clock
+from commandbus.model.durations import roughly, without_clock, without_moment
 from commandbus.model.folded_frames import folded
 from commandbus.model.ledger_bar import how_long
 from commandbus.model.safe_text import escaped, escaped_lines
@@ -55,6 +55,7 @@ def environment() -> Environment:
         exactly=how_long,
         folded=folded_text,
         without_clock=without_clock,
+        without_moment=without_moment,
         spark_settled=sparkline.settled,
         spark_ready=sparkline.ready,
         spark_waits=sparkline.waits,

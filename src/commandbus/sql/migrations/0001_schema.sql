@@ -1782,9 +1782,11 @@ SELECT 'limit', last.members,
   LEFT JOIN commandbus.limits l ON l.name = last.limit_name
  CROSS JOIN LATERAL (
        SELECT CASE WHEN l.flow_at > 0
-                   THEN l.flow * exp(greatest((l.flow_at - extract(epoch FROM now())::float8) / 60, -50)) / 60
-                        / (1 - exp(-least(greatest(extract(epoch FROM now())::float8 - l.flow_since, 1), 600) / 60))
-                   END AS flow) f
+                   THEN l.flow * exp(greatest((l.flow_at - counted_at) / 60, -50)) / 60
+                        / (1 - exp(-least(greatest(counted_at - l.flow_since, 1), 600) / 60))
+                   END AS flow
+         FROM (SELECT CASE WHEN l.until > now() OR (l.breaker_open AND l.open_until > now()) THEN l.flow_at
+                           ELSE extract(epoch FROM now())::float8 END AS counted_at) x) f  -- as in limits/rows.sql
 $sql$, 'q_' || p_domain || '__commands') USING p_domain, p_batch, p_most;
 END
 $$;

@@ -198,9 +198,9 @@ class RedisScripts:
         """Give permits back."""
         self._ask("release", limit, epoch, (epoch, *tokens))
 
-    def usage(self, limit: LimitValues, *, epoch: str) -> PermitUsage:
-        """Who holds a permit, and how fast permits are given."""
-        flow, holders, now = self._ask("usage", limit, epoch, (epoch, 0, FLOW_SECONDS))
+    def usage(self, limit: LimitValues, *, epoch: str, is_blocked: bool = False) -> PermitUsage:
+        """Who holds a permit, and how fast permits are given, or were given before the limit was blocked."""
+        flow, holders, now = self._ask("usage", limit, epoch, (epoch, 0, FLOW_SECONDS, int(is_blocked)))
         pairs = zip(holders[::2], holders[1::2], strict=True)
         opens_in = (int(_moments(epoch)[1]) - int(now)) / _MICRO
         return PermitUsage(
