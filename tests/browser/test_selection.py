@@ -104,7 +104,9 @@ def test_a_box_makes_its_row_no_higher(browser: Browser, shop: Shop) -> None:
         row.locator("[name=chosen]").bounding_box(),
         row.bounding_box(),
     )
-    assert text and box and whole
+    assert text
+    assert box
+    assert whole
     assert box["width"] >= 24, "a finger hits it"
     assert whole["height"] < 2.5 * text["height"]
     page.context.close()

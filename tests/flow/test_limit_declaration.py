@@ -473,7 +473,7 @@ def test_ac5_the_estimate_counts_what_is_left_of_the_back_off(
     assert orders.get_command("orders", sent.command_id).status is CommandStatus.PENDING
     db.execute("UPDATE commandbus.limits SET flow_at = flow_at - 40, flow_since = flow_since - 40")
     later = orders.estimate("docai")
-    assert later.per_second == pytest.approx(1, rel=0.05), "nobody could get a permit meanwhile: that is not a slow API"
+    assert later.per_second == pytest.approx(1, rel=0.05), "nobody could get a permit meanwhile"
     db.execute("UPDATE commandbus.limits SET until = clock_timestamp()")
     assert orders.estimate("docai").per_second == pytest.approx(0.51, rel=0.1)
 

@@ -107,7 +107,7 @@ def test_each_process_has_its_own_and_a_killed_worker_runs_no_stop(
     os.kill(victim, signal.SIGKILL)
     (module / "go").touch()
     assert held.wait(30)["own_state"]
-    supervised.until_ready(3)  # the third is the victim's replacement; one that is still starting has nothing to stop
+    supervised.until_ready(3)  # one that is still starting would have nothing to stop
     assert len({pid for event, kind, pid in life(module) if (event, kind) == ("start", "worker")}) == 3
     until(lambda: len(supervised.workers()) == 2)
     code, _ = supervised.stop()

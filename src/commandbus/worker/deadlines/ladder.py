@@ -4,9 +4,10 @@
     grace      it may still finish, and a result that comes in time counts
     stuck      an autopsy is taken, the attempt is fenced and settled, its slot gets a new thread or task
 
-A person's cancel, the shutdown and a lost lease use the same ladder. It looks four times a second, and twice while
-the worker is idle, on its own thread, in memory only. An attempt that is due before that wakes it. Nothing here touches the database or anything else that can block, so a dead server or a
-silent network cannot stop the clock. The lease keeper does what needs the database.
+A person's cancel, the shutdown and a lost lease use the same ladder. It looks four times a second, and twice
+while the worker is idle, on its own thread, in memory only. An attempt that is due before that wakes it. Nothing
+here touches the database or anything else that can block, so a dead server or a silent network cannot stop the
+clock. The lease keeper does what needs the database.
 
 The thread that takes an attempt out of `running` owns its settlement: the slot that ran it, or the ladder, never
 both.
