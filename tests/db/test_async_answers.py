@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import functools
 import os
+import signal
 import socket
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import psycopg
@@ -59,6 +61,13 @@ def watched(conn: HandlersAsyncConnection) -> bool:
     return conn.answers._descriptor in selector.get_map()
 
 
+def has_pending(pid: int, number: signal.Signals) -> bool:
+    """Has this process a signal that it has not yet handled?"""
+    status = Path(f"/proc/{pid}/status").read_text()
+    masks = [int(line.split()[1], 16) for line in status.splitlines() if line.startswith(("SigPnd", "ShdPnd"))]
+    return any(mask >> (number - 1) & 1 for mask in masks)
+
+
 @on_a_loop
 async def test_questions_and_answers_of_many_pieces(database: str) -> None:
     async with wrapped(database) as conn:
@@ -77,6 +86,23 @@ async def test_a_canceled_task_leaves_a_session_that_can_be_used(database: str) 
             with pytest.raises(asyncio.CancelledError):
                 await sleeping
             assert await answer(conn, b"SELECT %s::int", number) == number
+
+
+@on_a_loop
+async def test_a_cancel_that_comes_before_the_server_has_begun_the_query_is_repeated(database: str) -> None:
+    async with wrapped(database) as conn:
+        pid = await answer(conn, b"SELECT pg_backend_pid()")
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            sleeping = asyncio.create_task(answer(conn, b"SELECT pg_sleep(60)"))
+            await is_active(conn)
+            sleeping.cancel()
+            await until_it(lambda: has_pending(pid, signal.SIGINT))
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        with pytest.raises(asyncio.CancelledError):
+            await sleeping
+        assert await answer(conn, b"SELECT 1") == 1
 
 
 @on_a_loop

@@ -295,6 +295,7 @@ def test_it_goes_on_after_its_connection_was_ended(
 def test_a_bus_that_is_closed_tells_those_who_wait(caller: Caller, db: psycopg.Connection[Any]) -> None:
     waiting = [wait(caller, caller.send("orders", "echo")), wait_all(caller, [caller.send("orders", "echo")])]
     until_listening(db)
+    until(lambda: len(caller.bus._listening._listener._waiting) == len(waiting))  # the bus could be used again
     caller.close()
     for each in waiting:
         with pytest.raises(BusClosedError):

@@ -36,7 +36,7 @@ settings.load_profile("commandbus")
 FAILURES_VARIABLE = "COMMANDBUS_TEST_FAILURES"
 THOROUGH_VARIABLE = "COMMANDBUS_TEST_THOROUGH"
 LONGEST_TEST_SECONDS = 240.0
-MOST_COMPUTING = 5  # test workers that begin a test whenever they have one
+MOST_COMPUTING = 4  # test workers that begin a test whenever they have one
 IDLE_LOOK_SECONDS = 0.25
 IDLE_SHARE = 0.2  # of all processors together: two fifths of one, where there are two
 MEMORY = Path("/dev/shm")  # a file system in memory, on every Linux

@@ -30,6 +30,7 @@ from commandbus.logger import safe_logger
 logger = safe_logger("commandbus.database")
 
 CANCEL_SECONDS: Final = 5.0
+CANCEL_TIMES: Final = 10
 T = TypeVar("T")
 
 _NOTHING: Final = 0
@@ -54,19 +55,25 @@ class HandlersAsyncConnection(OwnAsyncConnection):
             raise
 
     async def _end_query(self) -> None:
-        """The caller is canceled. The server must end the query, or the session is of no more use."""
+        """The caller is canceled. The server must end the query, or the session is of no more use. A busy server
+        may get the cancel before it has begun the query, and forget it: so we ask again."""
         if self.pgconn.transaction_status != TransactionStatus.ACTIVE:
             self.answers.drop()
             return
+        why: object = f"the server was asked {CANCEL_TIMES} times within {CANCEL_SECONDS:g} s"
         try:
-            await self.cancel_safe(timeout=CANCEL_SECONDS)
-            await self.answers.finish(CANCEL_SECONDS)
+            for _ in range(CANCEL_TIMES):
+                await self.cancel_safe(timeout=CANCEL_SECONDS)
+                with suppress(TimeoutError):
+                    await self.answers.finish(CANCEL_SECONDS / CANCEL_TIMES)
+                    return
         except psycopg.errors.QueryCanceled:
             return
-        except (psycopg.Error, TimeoutError) as error:
-            logger.warning("a canceled query did not end, so its connection is closed: %s", error)
-            self.answers.close()
-            self.pgconn.finish()
+        except psycopg.Error as error:
+            why = error
+        logger.warning("a canceled query did not end, so its connection is closed: %s", why)
+        self.answers.close()
+        self.pgconn.finish()
 
 
 class AnswerReader:

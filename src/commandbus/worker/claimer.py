@@ -193,7 +193,7 @@ class Claimer(DatabaseService):
         for domain in list(self._domains):
             own = spare if domain.is_routed else 0
             rows = self._dispatcher.rows(domain.name, room)
-            if rows + own <= 0 or self._adopter.is_full:
+            if rows + own <= 0 or self._adopter.is_full or self.is_ended:
                 continue
             got = self._claim_or_take(domain, min(rows + own, LARGEST_CLAIM), own)
             if domain.is_flooded and not self._adopter.is_busy:

@@ -109,7 +109,9 @@ def test_a_drain_gives_back_what_waits(bus: CommandBus, start_worker: StartWorke
     worker.drain("enough")
     until(lambda: status(bus, sent) == "PENDING")
     worker.wait()
-    assert [said.verdict for said in bus.get_attempts("orders", sent)] == ["GIVEN_BACK"]
+    verdicts = [said.verdict for said in bus.get_attempts("orders", sent)]
+    assert set(verdicts) == {"GIVEN_BACK"}
+    assert len(verdicts) <= 2  # a claim that was under way may take it once more
 
 
 def test_a_lease_is_renewed_while_its_attempt_waits(
