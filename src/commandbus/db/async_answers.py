@@ -105,9 +105,17 @@ class AnswerReader:
 
     async def finish(self, seconds: float) -> None:
         """Run the generator of a canceled caller to its end, for so long. Raises its error, or TimeoutError."""
-        if self._steps is not None:
-            async with asyncio.timeout(seconds):
-                await self._end()
+        if self._steps is None:
+            return
+        done = self._done = self._loop.create_future()
+        # In a task that is being canceled, asyncio.timeout of Python 3.11.0 to 3.11.3 raises CancelledError instead.
+        try:
+            await asyncio.wait((done,), timeout=seconds)
+        finally:
+            has_ended = not done.cancel()
+        if not has_ended:
+            raise TimeoutError
+        done.result()
 
     def drop(self) -> None:
         """Forget a generator that has not ended."""
