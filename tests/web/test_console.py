@@ -16,10 +16,13 @@ from commandbus import (
     NewCommand,
     PermanentCommandError,
     Saga,
+    Settings,
     Worker,
     step,
 )
 from commandbus.web.access import Access, Visitor
+from commandbus.web.app import create_console
+from support.consoles import served
 from support.waiting import within
 from web.conftest import Serve, Visit
 
@@ -337,3 +340,24 @@ def test_a_command_shows_its_unique_key(bus: CommandBus, serve: Serve) -> None:
     assert key not in page
     found = visit.get("/api/command", domain="orders", id=sent.command_id).json["command"]["unique"]
     assert (found["key"], found["debounce_seconds"], found["has_key"]) == (key, 5.0, True)
+
+
+def test_a_fault_of_the_console_is_an_answer_like_others(database: str) -> None:
+    app = create_console(Settings(database_url=database))
+
+    async def broken() -> None:
+        raise RuntimeError("a fault")
+
+    app.add_api_route("/broken", broken)
+    app.add_api_route("/api/broken", broken)
+    with served(app) as port:
+        visit = Visit(port)
+        page, document = visit.get("/broken"), visit.get("/api/broken")
+        after = visit.get("/commands")
+    for answer in (page, document):
+        assert answer.status == 500
+        assert "script-src 'self'" in answer.headers["content-security-policy"]
+        assert "This is a fault of the console" in answer.text
+        assert "RuntimeError" not in answer.text  # what went wrong is for the log
+    assert list(document.json) == ["error"]
+    assert after.status == 200

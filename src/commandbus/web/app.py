@@ -95,10 +95,30 @@ def _add_guard(app: FastAPI, console: Console) -> None:
         if visitor is None and not path.startswith(_FREE):
             response = _stranger(request, console, path)
         else:
-            response = _bounded(path, await call_next(request))
+            response = _bounded(path, await _answered(request, console, call_next))
         for name, value in _SAFE_HEADERS.items():
             response.headers.setdefault(name, value)
         return response
+
+
+async def _answered(request: Request, console: Console, call_next: _Next) -> Response:
+    """The answer. A fault of ours is one, too: outside of the guard it would have no headers, and no words."""
+    try:
+        return await call_next(request)
+    except Exception:
+        logger.exception("a fault of the console: %s %s", request.method, request.url.path)
+        text = (
+            "This is a fault of the console, and its log has the details. If you asked for a change, look whether "
+            "it was made before you ask again: the page Audit has every change."
+        )
+        return _problem(request, console, 500, "The console has made a mistake", text)
+
+
+def _problem(request: Request, console: Console, status_code: int, problem: str, text: str) -> Response:
+    path = request.url.path.removeprefix(str(request.scope.get("root_path", "")))
+    if path.startswith("/api/"):
+        return JSONResponse({"error": text}, status_code=status_code)
+    return console.page(request, "problem.html", status_code=status_code, problem=problem, text=text)
 
 
 def _bounded(path: str, response: Response) -> Response:
@@ -232,10 +252,7 @@ def _add_errors(app: FastAPI, console: Console) -> None:
     """Every error is an answer: what is wrong, and what to do."""
 
     def answer(request: Request, status_code: int, problem: str, text: str) -> Response:
-        path = request.url.path.removeprefix(str(request.scope.get("root_path", "")))
-        if path.startswith("/api/"):
-            return JSONResponse({"error": text}, status_code=status_code)
-        return console.page(request, "problem.html", status_code=status_code, problem=problem, text=text)
+        return _problem(request, console, status_code, problem, text)
 
     @app.exception_handler(CommandBusError)
     async def refused(request: Request, error: CommandBusError) -> Response:
