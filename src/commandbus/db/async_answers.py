@@ -108,7 +108,7 @@ class AnswerReader:
         if self._steps is None:
             return
         done = self._done = self._loop.create_future()
-        # In a task that is being canceled, asyncio.timeout of Python 3.11.0 to 3.11.3 raises CancelledError instead.
+        # Not asyncio.timeout: in a task that is being canceled, it raises CancelledError before Python 3.11.4.
         try:
             await asyncio.wait((done,), timeout=seconds)
         finally:
