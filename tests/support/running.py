@@ -36,7 +36,7 @@ settings.load_profile("commandbus")
 FAILURES_VARIABLE = "COMMANDBUS_TEST_FAILURES"
 THOROUGH_VARIABLE = "COMMANDBUS_TEST_THOROUGH"
 LONGEST_TEST_SECONDS = 240.0
-MOST_COMPUTING = 4  # test workers that begin a test whenever they have one
+MOST_COMPUTING = 5  # test workers that begin a test whenever they have one
 IDLE_LOOK_SECONDS = 0.25
 IDLE_SHARE = 0.2  # of all processors together: two fifths of one, where there are two
 MEMORY = Path("/dev/shm")  # a file system in memory, on every Linux
@@ -201,25 +201,38 @@ class OneByOne(LoadScopeScheduling):  # type: ignore[misc]
         groups: dict[str, str] = self._told["groups"]
         return groups.get(nodeid, nodeid)
 
+    def mark_test_complete(self, node: Any, item_index: int, duration: float = 0) -> None:
+        super().mark_test_complete(node, item_index, duration)
+        assigned = self.assigned_work[node]
+        unit = self._split_scope(self.registered_collections[node][item_index])
+        if all(assigned[unit].values()):
+            del assigned[unit]  # or the base class counts everything that was ever done, again for each test
+
     def _assign_work_unit(self, node: Any) -> None:
         unit = self._next_unit(self.nodes.index(node))
         if unit is None:
             node.shutdown()
             return
-        self.workqueue.move_to_end(unit, last=False)
-        super()._assign_work_unit(node)
+        tests = self.assigned_work[node][unit] = self.workqueue.pop(unit)
+        node.send_runtest_some([self._numbers[test] for test, is_done in tests.items() if not is_done])
+
+    @functools.cached_property
+    def _numbers(self) -> dict[str, int]:
+        """Of the tests, which all test workers have collected alike."""
+        return {test: number for number, test in enumerate(self.collection)}
 
     def _next_unit(self, rank: int) -> str | None:
         """The test, or group of tests, that the test worker of this rank takes next."""
         in_turn: Iterable[str] = reversed(self.workqueue) if rank == 0 else self.workqueue
         computing = (unit for unit in in_turn if unit not in self._waits and unit not in self._alone)
-        waiting = (unit for unit in self.workqueue if unit in self._waits)
+        waiting = (unit for unit in self._waits if unit in self.workqueue)
         choices = (waiting, computing) if rank >= MOST_COMPUTING else (computing, waiting)
         return next(itertools.chain(*choices, self.workqueue), None)
 
     @functools.cached_property
-    def _waits(self) -> set[str]:
-        return set(self._told["waits"]) - self._alone
+    def _waits(self) -> dict[str, None]:
+        """In their order."""
+        return dict.fromkeys(unit for unit in self._told["waits"] if unit not in self._alone)
 
     @functools.cached_property
     def _alone(self) -> set[str]:
