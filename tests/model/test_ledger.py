@@ -150,6 +150,12 @@ def test_a_wrong_clock_of_a_worker_moves_nothing_else() -> None:
     assert states(late) == [("in the queue", 10), ("backing off", 10), ("in the queue", 10)]
 
 
+def test_of_two_waits_that_begin_together_the_one_that_has_not_ended_is_the_last() -> None:
+    waits = [Span("connection", 0, None), Span("connection", 0, 0)]
+    both = ledger_of(history(30, current=CurrentAttempt(1, at(10), None, None, waits)))
+    assert states(both) == [("in the queue", 10), ("waiting for a connection", 20)]
+
+
 def test_a_command_in_the_line_of_its_key_is_parked() -> None:
     ledger = ledger_of(CommandHistory(START, at(9), is_open=True, line="tenants"))
     assert states(ledger) == [("parked for its turn at key limit tenants", 9)]

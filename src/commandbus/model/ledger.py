@@ -12,6 +12,7 @@ back-off.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from datetime import datetime, timedelta
 from enum import StrEnum
@@ -309,7 +310,8 @@ def _run(
     walk.go(start, state, attempt=number)
     grace = min((span.begun for span in spans if span.kind == LedgerState.GRACE), default=None)
     stopped = end if grace is None else min(end, _after(start, grace))
-    for span in sorted(span for span in spans if span.kind == LedgerState.CONNECTION):
+    waits = [span for span in spans if span.kind == LedgerState.CONNECTION]
+    for span in sorted(waits, key=lambda span: (span.begun, math.inf if span.ended is None else span.ended)):
         walk.go(min(stopped, _after(start, span.begun)), LedgerState.CONNECTION, attempt=number)
         if span.ended is not None:
             walk.go(min(stopped, _after(start, span.ended)), state, attempt=number)
