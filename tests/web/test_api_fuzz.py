@@ -5,6 +5,7 @@ Texts are drawn from what hurts: NUL, lone surrogates, other alphabets, numbers 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -37,23 +38,11 @@ CHECKS = [
 ]  # fmt: skip
 PLAYED = {"deadline": None, "database": None, "derandomize": True, "phases": [Phase.explicit, Phase.generate]}
 SOME = settings(max_examples=examples(6, thorough=40), suppress_health_check=list(HealthCheck), **PLAYED)
-NASTY = st.sampled_from(
-    [
-        "\x00",
-        "\ud800",
-        "-1",
-        "99999999999999999999",
-        "1e400",
-        "NaN",
-        "{",
-        "[]",
-        "null",
-        "' OR 1=1",
-        "x" * 3000,
-        "٣",
-        "0",
-    ]
-)
+NASTY_TEXTS = [
+    "\x00", "0001-01-01T00:00:00Z", "9999-12-31T23:59:59-14:00", "99999999999999999999", "-1", "1e400", "NaN", "{",
+    "[]", "null", "' OR 1=1", "x" * 3000, "٣", "0",
+]  # fmt: skip
+NASTY = st.sampled_from([*NASTY_TEXTS, "\ud800"])
 KNOWN = st.sampled_from(["orders", "processes", "good", "bad", "three", "p-1", "ship", "docai", "1", "nightly"])
 
 
@@ -96,6 +85,23 @@ def _ask(cases: st.SearchStrategy[Any], api: Visit, session: requests.Session) -
         assert len(answer.content) <= LARGEST_ANSWER, case.as_curl_command()
 
     play()
+
+
+def test_no_parameter_is_an_error_of_the_server(api: Visit) -> None:
+    """Each parameter by itself, in otherwise good requests."""
+    texts = NASTY_TEXTS[: examples(4, thorough=len(NASTY_TEXTS))]
+    asked = 0
+    for path, operations in api.get("/api/openapi.json").json["paths"].items():
+        needed = [item for item in operations.get("get", {}).get("parameters", []) if item["in"] == "query"]
+        usual = {
+            item["name"]: "orders" if item["name"] == "domain" else "good" for item in needed if item["required"]
+        }
+        for name, text in itertools.product([item["name"] for item in needed], texts):
+            answer = api.get(path, **{**usual, name: text})
+            assert answer.status < 500, (path, name, text, answer.text)
+            assert len(answer.text) <= LARGEST_ANSWER
+            asked += 1
+    assert asked > 100
 
 
 def test_no_action_is_an_error_of_the_server(api: Visit) -> None:

@@ -7,6 +7,7 @@ import io
 import json
 
 import psycopg
+import pytest
 
 from commandbus import CommandBus
 from web.conftest import Serve
@@ -57,3 +58,18 @@ def test_database_names_who_holds_a_transaction(database: str, bus: CommandBus, 
     assert (mine[0]["state"], mine[0]["kind"]) == ("idle in transaction", "session")
     assert {"commandbus.command", "pgmq.q_orders__commands"} <= {item["name"] for item in report["tables"]}
     assert sum(item["total"] for item in report["connections"]) >= 1
+
+
+@pytest.mark.parametrize(
+    "instant",
+    ["0001-01-01T00:00:00Z", "0001-01-01T00:00:00+14:00", "9999-12-31T23:59:59Z", "9999-12-31T23:59:59-14:00"],
+)
+def test_audit_takes_the_first_and_the_last_instant_that_there_are(
+    bus: CommandBus, serve: Serve, instant: str
+) -> None:
+    bus.pause("orders", operator="ann", reason="stock count")
+    visit = serve()
+    for path in ("/api/audit", "/audit", "/audit/export"):
+        shown = [visit.get(path, **{bound: instant}) for bound in ("since", "before")]
+        assert [answer.status for answer in shown] == [200, 200], path
+        assert ["stock count" in answer.text for answer in shown] == [instant < "2", instant > "2"], path

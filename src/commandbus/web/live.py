@@ -43,9 +43,10 @@ class Watched(Generic[T]):
         if self._watchers >= MOST_WATCHERS:
             raise TooManyWatchersError
         self._watchers += 1
+        seen = 0
         if self._reader is None:
             self._reader = asyncio.create_task(self._read_on())
-        seen = 0
+            seen = self._number  # what was read for earlier watchers is old by now
         try:
             while True:
                 async with self._changed:

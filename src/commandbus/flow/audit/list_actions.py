@@ -106,7 +106,7 @@ def _take(
     is_cut = {kind: len(side) == bite for kind, side in sides.items()}
     for side in sides.values():
         side.sort(key=lambda row: row[1])  # the newest is last
-    oldest = None if filters["since"] is None else filters["since"] - _OUT_OF_ORDER
+    since = filters["since"]
     while any(sides.values()):
         kind = max((kind for kind in sides if sides[kind]), key=lambda kind: sides[kind][-1][2])
         row = sides[kind].pop()
@@ -115,7 +115,7 @@ def _take(
             if len(found) > limit:
                 return position, False
         position = position.after(row)
-        if oldest is not None and row[2] < oldest:
+        if since is not None and row[2] + _OUT_OF_ORDER < since:
             return position, True
         if is_cut[kind] and not sides[kind]:
             return position, False
