@@ -10,7 +10,7 @@ from typing import Any
 import psycopg
 import pytest
 
-from commandbus import CommandBus, CommandStatus, Settings
+from commandbus import CommandBus, CommandStatus, Limit, Settings
 from commandbus.db.drivers import run
 from commandbus.flow.commands.claim import Claim, claim
 from commandbus.flow.commands.rescue import Rule
@@ -216,3 +216,18 @@ def test_its_end_is_told(coroner: Coroner) -> None:
 
     coroner.order(end)
     until(lambda: coroner.trouble == "the coroner has ended: SystemExit: out of order")
+
+
+@pytest.mark.parametrize("health_port", [None, 0])
+def test_figures_for_metrics_are_read_only_if_somebody_can_ask_for_them(
+    bus: CommandBus, database: str, health_port: int | None
+) -> None:
+    bus.declare_limit(Limit("docai", concurrency=2))
+    coroner = Coroner(Settings(database_url=database, health_port=health_port), "test")
+    coroner.domains = ("orders",)
+    coroner.start()
+    try:
+        until(lambda: "orders" in coroner.look.domains)
+        assert [limit.name for limit in coroner.look.figures.limits] == ([] if health_port is None else ["docai"])
+    finally:
+        coroner.stop(5)

@@ -155,7 +155,8 @@ class Trace:
 @dataclass(frozen=True, slots=True)
 class CoronerLook:
     """The work that could be claimed, and when it was counted. `lost_since` is set while the database is
-    unreachable. `figures` are those of limits and breakers, which the whole fleet shares."""
+    unreachable. `figures` are those of limits and breakers, which the whole fleet shares; they are read only if
+    somebody can ask for metrics."""
 
     at: float = 0.0
     domains: dict[str, ClaimableWork] = field(default_factory=dict)
@@ -252,7 +253,9 @@ class Coroner(DatabaseService):
 
     def _look_for_work(self) -> None:
         seen = {domain: self._connection.run(claimable_work(domain)) for domain in self.domains}
-        self.look = CoronerLook(time.monotonic(), seen, figures=self._connection.run(figures(self.domains)))
+        has_metrics = self._settings.health_port is not None
+        shared = self._connection.run(figures(self.domains)) if has_metrics else FleetFigures()
+        self.look = CoronerLook(time.monotonic(), seen, figures=shared)
 
     def _spare_others(self, work: Callable[[], None]) -> bool:
         """Do one task. If it fails, the other tasks are still done."""
