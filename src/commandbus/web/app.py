@@ -31,6 +31,7 @@ from commandbus.settings import Settings
 from commandbus.web.access import COOKIE, MARK_FIELD, Access, Visitor, is_same_site
 from commandbus.web.actions import ACTIONS, MANY, Portion, Step
 from commandbus.web.api import api_routes
+from commandbus.web.api.actions import describe_actions
 from commandbus.web.console import CONNECTIONS, Console
 from commandbus.web.metrics import add_metrics
 from commandbus.web.pages import page_routes
@@ -81,6 +82,7 @@ def create_console(
     add_metrics(app, console)
     _add_guard(app, console)
     _add_errors(app, console)
+    describe_actions(app)
     return app
 
 
