@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from datetime import timedelta
 
+from commandbus.shell_words import arguments, quoted
+
 
 class CommandBusError(Exception):
     """Base of everything that commandbus itself raises."""
@@ -77,7 +79,7 @@ class UnknownDomainError(CommandBusError):
     def __init__(self, domain: str) -> None:
         super().__init__(
             f"unknown domain {domain!r}: it has no queue in this database; "
-            f"create it with `commandbus domain create {domain}` (or `bus.create_domain({domain!r})`)"
+            f"create it with `commandbus domain create {arguments(domain)}` (or `bus.create_domain({domain!r})`)"
         )
         self.domain = domain
 
@@ -368,7 +370,8 @@ class UnknownLimitError(CommandBusError, LookupError):
         names = ", ".join(sorted(known)) if isinstance(known, list | tuple | set | frozenset) and known else "none"
         super().__init__(
             f"unknown limit {name!r} (known: {names}); declare it with [limits.{name}] in commandbus.toml, with "
-            f"Limit({name!r}, concurrency=…) in code, or with `commandbus limits set {name} --concurrency N`"
+            f"Limit({name!r}, concurrency=…) in code, or with "
+            f"`commandbus limits set {quoted(name)} --concurrency N`"
         )
         self.name = name
 

@@ -42,7 +42,7 @@ def test_an_effect_from_open_to_done(charge, orders, bus):
     assert (found["command_id"], found["name"], found["state"]) == ("c", "charge card", "UNCERTAIN")
     shown = orders("show", "orders", "c").out
     assert "EFFECT_UNCERTAIN" in shown
-    assert "`commandbus effect resolve orders c 'charge card' --done` or `--not-done`" in shown
+    assert "`commandbus effect resolve --done orders c 'charge card'` or with `--not-done`" in shown
     assert "charge card" in shown
     assert '{"step": 1} (attempt number 2' in shown
     document = orders("show", "orders", "c", "--json").document

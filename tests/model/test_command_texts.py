@@ -7,12 +7,14 @@ import subprocess
 from datetime import UTC, datetime
 from typing import Any
 
+import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from commandbus.model.command import CommandRecord, CommandStatus
 from commandbus.model.copied_command import as_cli, as_python, copies_of
 from commandbus.model.folded_frames import folded
+from commandbus.shell_words import arguments, quoted
 
 HOSTILE = "it's \u202e <b> $(rm) `x` \x1b[31m \\ \U0001f600\n"
 TRACE = """Traceback (most recent call last):
@@ -42,18 +44,53 @@ def record(data: Any, **more: Any) -> CommandRecord:
 
 
 def test_a_copy_for_the_shell_is_the_same_command_and_only_visible_characters() -> None:
-    text = as_cli(record({"text": HOSTILE}, correlation_id=HOSTILE, timeout=90.0, priority="high", max_attempts=3))
+    text = as_cli(
+        record(
+            {"text": HOSTILE}, correlation_id=HOSTILE, timeout=90.0, priority="high", max_attempts=3,
+            headers={HOSTILE: f"a={HOSTILE}"},
+        )
+    )  # fmt: skip
+    assert text is not None
     assert text.isascii()
     assert text.isprintable()
-    words = subprocess.run(
-        ["bash", "-c", f"printf '%s\\0' {text}"], capture_output=True, check=True, env={"LC_ALL": "C.UTF-8"}
-    ).stdout.decode().split("\0")[:-1]  # fmt: skip
-    assert words[:4] == ["commandbus", "send", "orders", "ship"]
-    assert json.loads(words[4]) == {"text": HOSTILE}
-    options = dict(zip(words[5::2], words[6::2], strict=True))
-    assert options == {
+    words = words_of(text)
+    assert words[:2] == ["commandbus", "send"]
+    assert words[-3:-1] == ["orders", "ship"]
+    assert json.loads(words[-1]) == {"text": HOSTILE}
+    assert dict(zip(words[2:-3:2], words[3:-3:2], strict=True)) == {
         "--correlation-id": HOSTILE, "--timeout": "1m30s", "--priority": "high", "--max-attempts": "3",
+        "--header": f"{HOSTILE}=a={HOSTILE}",
     }  # fmt: skip
+
+
+def words_of(line: str) -> list[str]:
+    """What bash makes of it."""
+    ran = subprocess.run(
+        ["bash", "-c", f"printf '%s\\0' {line}"], capture_output=True, check=True, env={"LC_ALL": "C.UTF-8"}
+    )
+    return ran.stdout.decode().split("\0")[:-1]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["x", "x; touch pwn #", "$(touch pwn)", "`x`", "it's", HOSTILE, "", "~", "*", "a b", "größe", "!!", "-x"],
+)
+def test_a_name_in_a_command_line_is_one_word(name: str) -> None:
+    assert words_of(quoted(name)) == [name]
+    assert quoted(name).isascii()
+    assert quoted(name).isprintable()
+
+
+def test_a_name_that_begins_with_a_hyphen_is_no_option() -> None:
+    assert arguments("orders", "x") == "orders x"
+    assert arguments("orders", "--all", 5) == "-- orders --all 5"
+    line = as_cli(record(-5))
+    assert line == "commandbus send -- orders ship -5"
+
+
+def test_headers_that_the_command_line_cannot_give_leave_the_copy_as_python() -> None:
+    for headers in ({"a": 5}, {"a=b": "c"}, {"": "c"}):
+        assert list(copies_of(record({}, headers=headers))) == ["As Python"]
 
 
 @given(

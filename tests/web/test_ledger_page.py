@@ -59,7 +59,7 @@ def test_the_page_of_a_command_says_everything_about_it(database: str, bus: Comm
     assert HOSTILE_ID not in bad
     waits = visit.get("/command", domain="orders", id="waits").text
     assert "It does not run now: no worker of domain orders runs; it is the next in the queue." in waits
-    assert "commandbus send orders ship &#39;{&#34;n&#34;: 1}&#39; --max-attempts 7 --timeout 1m30s" in waits
+    assert "commandbus send --max-attempts 7 --timeout 1m30s orders ship &#39;{&#34;n&#34;: 1}&#39;" in waits
     assert "bus.send(&#39;orders&#39;, &#39;ship&#39;, {&#39;n&#39;: 1}" in waits
     assert 'data-copy="copy-1" hidden' in waits, "without a script there is only the text"
     keyed = visit.get("/command", domain="orders", id="keyed").text

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
@@ -15,6 +14,7 @@ from commandbus.model.command import CancelRequest, CommandStatus
 from commandbus.model.counting import counted
 from commandbus.model.process import ProcessStatus
 from commandbus.quick_dataclass import dataclass
+from commandbus.shell_words import quoted
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +148,7 @@ def find_troubled(bus: CommandBus, record: BatchRecord, limit: int) -> list[Trou
 
 def how_to_see_more(record: BatchRecord, shown: list[Troubled]) -> list[str]:
     """The command lines that list the members in trouble that were not shown."""
-    chosen = f"--domain {record.domain} --batch {shlex.quote(record.batch_id)}"
+    chosen = f"--domain {quoted(record.domain)} --batch {quoted(record.batch_id)}"
     if record.holds == "processes":
         return [f"commandbus process list {chosen}"] if len(shown) < record.failed + record.in_tsq else []
     counts = Counter(item.status for item in shown)

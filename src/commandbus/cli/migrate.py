@@ -15,6 +15,7 @@ from commandbus.flow.setup import migrate as migrate_flow
 from commandbus.flow.setup.schema_state import SchemaState
 from commandbus.model.counting import counted
 from commandbus.model.timeouts import MIGRATION_WAIT_SECONDS
+from commandbus.shell_words import arguments
 
 
 @click.command(cls=CliCommand)
@@ -111,7 +112,7 @@ def _check(ctx: click.Context, bus: CommandBus, domains: tuple[str, ...]) -> Non
             say(f"the schema is at migration {max(state.applied)}{_newer(state) or ', as this release needs it'}")
             say(_pgmq(state))
         for domain in absent:
-            say(f"missing domain {domain}; run `commandbus domain create {domain}`")
+            say(f"missing domain {domain}; run `commandbus domain create {arguments(domain)}`")
     if state.missing or absent:
         ctx.exit(ExitCode.NO)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Mapping
 from typing import Any
 
@@ -27,6 +26,7 @@ from commandbus.model.process import (
     StepStatus,
 )
 from commandbus.model.process_graph import would_undo
+from commandbus.shell_words import arguments
 
 
 def note(item: ProcessRecord | ProcessSummary) -> str | None:
@@ -91,7 +91,7 @@ def print_trail(record: ProcessRecord) -> None:
               item["error_code"], item["error"]) for item in record.troubles],
         )  # fmt: skip
         first = record.troubles[0]
-        name = f"{first['domain']} {shlex.quote(first['command_id'])}"
+        name = arguments(first["domain"], first["command_id"])
         say(f"`commandbus tsq retry|cancel|complete {name}` decides")
     if record.strays:
         say_heading("replies that moved nothing")

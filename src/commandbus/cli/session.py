@@ -12,7 +12,6 @@ No command waits for a lock for longer than LOCK_SECONDS. Behind PgBouncer the r
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -23,6 +22,7 @@ import click
 
 from commandbus.cli.render import moment, print_json, say
 from commandbus.errors import UnknownDomainError
+from commandbus.shell_words import quoted
 
 if TYPE_CHECKING:
     from psycopg import Connection
@@ -100,11 +100,11 @@ class CliSession:
             reached = "" if page.reached_at is None else f", back to {moment(page.reached_at)}"
             say(
                 f"this is not all: the search has looked at as many as it may at once{reached}; "
-                f"to continue, add --cursor {shlex.quote(page.next_cursor or '')}",
+                f"to continue, add --cursor {quoted(page.next_cursor or '')}",
                 is_error=is_error,
             )
         elif page.next_cursor is not None:
-            say(f"more: add --cursor {shlex.quote(page.next_cursor)}", is_error=is_error)
+            say(f"more: add --cursor {quoted(page.next_cursor)}", is_error=is_error)
 
     def warn(self, sentence: str | None) -> None:
         """Print a warning. With --json the document has it in `warning`."""

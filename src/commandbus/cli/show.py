@@ -33,6 +33,7 @@ from commandbus.model.counting import counted
 from commandbus.model.durations import format_seconds
 from commandbus.model.effect import CheckpointRecord, EffectRecord, EffectState
 from commandbus.model.ledger import Ledger
+from commandbus.shell_words import arguments
 
 
 @click.command(cls=CliCommand)
@@ -104,7 +105,7 @@ def _find(bus: CommandBus, words: tuple[str, ...]) -> CommandRecord:
     if not found:
         raise CommandNotFoundError(f"no command {words[0]!r} in any domain")
     if len(found) > 1:
-        domains = ", ".join(f"`show {record.domain} {record.command_id}`" for record in found)
+        domains = ", ".join(f"`show {arguments(record.domain, record.command_id)}`" for record in found)
         raise InvalidOperationError(f"{len(found)} domains have a command {words[0]!r}: {domains}")
     return found[0]
 

@@ -4,28 +4,41 @@ ASCII, whatever the command holds."""
 from __future__ import annotations
 
 import json
-import re
+from collections.abc import Mapping
 from typing import Final
 
 from commandbus.model.command import CommandRecord
 from commandbus.model.durations import format_seconds
+from commandbus.model.mask import HIDDEN
+from commandbus.shell_words import arguments, quoted
 
 LONGEST: Final = 20_000
-_PLAIN: Final = re.compile(r"[A-Za-z0-9_@%+=:,./-]+")
+
+
+def has_hidden(record: CommandRecord) -> bool:
+    """Has a masking rule hidden something that a copy would send?"""
+    return HIDDEN in _leaves([record.data, record.headers, *_options(record).values()])
 
 
 def copies_of(record: CommandRecord) -> dict[str, str]:
     """The copies by what they are; none if they are longer than somebody would paste."""
-    copies = {"As a line for the shell": as_cli(record), "As Python": as_python(record)}
+    line = as_cli(record)
+    copies = {} if line is None else {"As a line for the shell": line}
+    copies["As Python"] = as_python(record)
     return copies if all(len(text) <= LONGEST for text in copies.values()) else {}
 
 
-def as_cli(record: CommandRecord) -> str:
-    """A line for bash. The new command gets an id of its own."""
-    words = ["commandbus", "send", record.domain, record.command_type, json.dumps(record.data)]
+def as_cli(record: CommandRecord) -> str | None:
+    """A line for bash. The new command gets an id of its own. None if the command line cannot give its headers."""
+    headers = record.headers or {}
+    if not all(isinstance(text, str) and name and "=" not in name for name, text in headers.items()):
+        return None
+    words = ["commandbus", "send"]
     for name, value in _options(record).items():
-        words += [f"--{name.replace('_', '-')}", value if isinstance(value, str) else json.dumps(value)]
-    return " ".join(_quoted(word) for word in words)
+        words += [f"--{name.replace('_', '-')}", quoted(value)]
+    for name, text in headers.items():
+        words += ["--header", quoted(f"{name}={text}")]
+    return " ".join([*words, arguments(record.domain, record.command_type, json.dumps(record.data))])
 
 
 def as_python(record: CommandRecord) -> str:
@@ -51,18 +64,9 @@ def _options(record: CommandRecord) -> dict[str, str | int]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def _quoted(word: str) -> str:
-    if _PLAIN.fullmatch(word):
-        return word
-    if word.isascii() and word.isprintable():
-        return "'" + word.replace("'", "'\\''") + "'"
-    return "$'" + "".join(_escaped(character) for character in word) + "'"
-
-
-def _escaped(character: str) -> str:
-    if character in "\\'":
-        return f"\\{character}"
-    if character.isascii() and character.isprintable():
-        return character
-    code = ord(character)
-    return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+def _leaves(value: object) -> list[object]:
+    if isinstance(value, Mapping):
+        return [leaf for item in value.values() for leaf in _leaves(item)]
+    if isinstance(value, list):
+        return [leaf for item in value for leaf in _leaves(item)]
+    return [value]

@@ -21,6 +21,7 @@ from commandbus.model.durations import roughly, without_clock, without_moment
 from commandbus.model.folded_frames import folded
 from commandbus.model.ledger_bar import how_long
 from commandbus.model.safe_text import escaped, escaped_lines
+from commandbus.shell_words import arguments, quoted
 from commandbus.web import sparkline
 from commandbus.web.attention import Concern, clock_of
 
@@ -49,6 +50,8 @@ def environment() -> Environment:
         lines=lines,
         query=query,
         raw=raw,
+        shell=shell,
+        shell_value=quoted,
         editable=editable,
         autopsy=autopsy,
         concern=concern,
@@ -72,6 +75,11 @@ def _harmless(value: Any) -> Any:
 def raw(value: object) -> Markup:
     """A value that a form gives back unchanged, so that an id stays what it is."""
     return escape(str(value))
+
+
+def shell(words: object) -> str:
+    """A name, or several, at the end of a command line."""
+    return arguments(*words) if isinstance(words, tuple) else arguments(words)
 
 
 def editable(value: object) -> Markup:

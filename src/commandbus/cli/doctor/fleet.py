@@ -12,6 +12,7 @@ from commandbus.flow.commands.inspect import DomainStatus, WorkerInfo, domain_st
 from commandbus.flow.commands.prune import ASIDES
 from commandbus.model.counting import counted
 from commandbus.settings import Settings
+from commandbus.shell_words import quoted
 
 TAKEN_WITHIN = timedelta(minutes=1)
 
@@ -51,7 +52,7 @@ def _unserved(domains: list[DomainStatus], alive: list[WorkerInfo]) -> Findings:
             yield warn(
                 "workers",
                 f"{counted(item.ready, 'command')} of domain {item.domain} can run, but no worker serves it",
-                f"`commandbus worker MODULE:REGISTRY --domain {item.domain}` runs one",
+                f"`commandbus worker MODULE:REGISTRY --domain {quoted(item.domain)}` runs one",
             )
 
 

@@ -12,6 +12,7 @@ from commandbus.limits.stores.redis.scripts import RedisLostError, RedisScripts
 from commandbus.model.counting import counted
 from commandbus.model.durations import format_seconds
 from commandbus.settings import Settings, mask_redis_url
+from commandbus.shell_words import quoted
 
 CHECK = "limits"
 SHORTEST_RENEWAL_SECONDS = 1.0
@@ -89,19 +90,22 @@ def _times(row: LimitRow) -> Findings:
             CHECK,
             f"limit {row.name} has a lease of {format_seconds(lease)}, renewed every third of that: a worker that "
             f"pauses for a moment loses its permit while its call goes on",
-            f"`commandbus limits set {row.name} --lease 120s`; a longer lease costs time only after a crash",
+            f"`commandbus limits set {quoted(row.name)} --lease 120s`; a longer lease costs time only after a "
+            f"crash",
         )
     if (max_wait := row.limit.max_wait_seconds) is not None and max_wait < longest:
         yield warn(
             CHECK,
             f"limit {row.name}: commands wait {format_seconds(max_wait)} at most (max_wait), and its back-off "
             f"grows to {format_seconds(longest)}: they may need a person before it is over",
-            f"`commandbus limits set {row.name} --max-wait 1h`, or a shorter --backoff",
+            f"`commandbus limits set {quoted(row.name)} --max-wait 1h`, or a shorter --backoff",
         )
 
 
 def _limit_state(row: LimitRow) -> Findings:
     if row.limit_state.breaker_forced or row.limit_state.breaker_open:
         yield warn(
-            CHECK, row.limit_state.explain(row.name), f"`commandbus breakers close --limit {row.name}` closes it"
+            CHECK,
+            row.limit_state.explain(row.name),
+            f"`commandbus breakers close --limit {quoted(row.name)}` closes it",
         )

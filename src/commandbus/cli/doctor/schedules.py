@@ -5,6 +5,7 @@ from __future__ import annotations
 from commandbus.cli.doctor.findings import Conn, Findings, ok, warn
 from commandbus.cli.render import age
 from commandbus.model.counting import counted
+from commandbus.shell_words import arguments
 
 _OVERDUE = b"""
 SELECT domain, name, extract(epoch FROM pg_catalog.now() - next_at)::float8 FROM commandbus.schedule
@@ -39,7 +40,8 @@ def examine(conn: Conn) -> Findings:
         )
     for domain, name, note in conn.execute(_FAILING).fetchall():
         is_well = False
-        yield warn("schedules", f"schedule {domain}/{name} {note}", f"`commandbus schedules show {domain} {name}`")
+        line = f"`commandbus schedules show {arguments(domain, name)}`"
+        yield warn("schedules", f"schedule {domain}/{name} {note}", line)
     for domain, name, count in conn.execute(_DIFFERENT).fetchall():
         is_well = False
         yield warn(

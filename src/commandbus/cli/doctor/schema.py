@@ -10,6 +10,7 @@ from commandbus.errors import SchemaError
 from commandbus.flow.setup.domains import list_domains
 from commandbus.flow.setup.schema_state import SchemaState, look
 from commandbus.model.counting import counted
+from commandbus.shell_words import arguments
 
 
 def examine_schema(conn: Conn) -> tuple[SchemaState | None, Findings]:
@@ -49,7 +50,11 @@ def examine_domains(conn: Conn) -> Findings:
     domains = run(conn, list_domains())
     lost = [domain.name for domain in domains if not queue_exists(conn, domain.queue)]
     for name in lost:
-        yield fail("domains", f"domain {name} has no queue", f"`commandbus domain create {name}` makes it again")
+        yield fail(
+            "domains",
+            f"domain {name} has no queue",
+            f"`commandbus domain create {arguments(name)}` makes it again",
+        )
     if not domains:
         yield warn("domains", "there are none", "`commandbus domain create NAME` makes one")
     elif not lost:

@@ -8,6 +8,7 @@ from commandbus.bus import AsyncCommandBus
 from commandbus.errors import InvalidCommandError
 from commandbus.flow.commands.prune import PruneReport
 from commandbus.model.durations import parse_seconds
+from commandbus.shell_words import quoted
 from commandbus.web.actions.fields import Action, Fields, Portion, as_whole
 
 PORTION: Final = 20_000  # rows that one request looks at
@@ -41,7 +42,7 @@ def too_many_to_count(count: str | None) -> str:
     """What to do if the newest commands could not be counted in the time that a page has."""
     return (
         f"The newest {count} commands could not be counted within two seconds. Give an age instead, or let the "
-        f"command line count them: `commandbus prune --count {count} --preview`."
+        f"command line count them: `commandbus prune --count {quoted(count)} --preview`."
     )
 
 

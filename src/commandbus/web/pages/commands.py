@@ -14,7 +14,7 @@ from commandbus.flow.commands.find_id import FoundId
 from commandbus.flow.commands.query_filters import check_query
 from commandbus.flow.processes.inspect import VIEW
 from commandbus.flow.processes.process_of_command import get_process_of
-from commandbus.model.copied_command import copies_of
+from commandbus.model.copied_command import copies_of, has_hidden
 from commandbus.web.console import Console
 from commandbus.web.event_stream import EventStream
 from commandbus.web.keep_looking import keep_looking
@@ -78,6 +78,7 @@ def routes(console: Console) -> PageRoutes:
             checkpoint=await bus.commands.get_checkpoint(domain, id),
             waiting=await bus.why_waiting(domain, id),
             chart=None if ledger is None else chart_of(ledger),
+            is_masked=bool(console.settings.mask) and has_hidden(record),
             copies=copies_of(record),
         )
 

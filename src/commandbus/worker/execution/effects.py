@@ -17,7 +17,6 @@ and the async block only differ in how they wait for these.
 from __future__ import annotations
 
 import inspect
-import shlex
 from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from datetime import UTC, datetime
@@ -53,6 +52,7 @@ from commandbus.model.effect import (
 )
 from commandbus.model.snooze import EffectWait
 from commandbus.quick_dataclass import dataclass
+from commandbus.shell_words import arguments
 from commandbus.worker import process_identity
 
 if TYPE_CHECKING:
@@ -306,11 +306,11 @@ class EffectBlock:
         end = End(self.name, found.attempt, EffectState.UNCERTAIN, note=payload.clean_text(why), is_own=False)
         written = yield from self._write(end)
         if written.is_done or found.attempt == self._number:
-            words = shlex.join((self._attempt.domain, self._attempt.command_id, self.name))
+            words = arguments(self._attempt.domain, self._attempt.command_id, self.name)
             raise EffectUncertainError(
                 f"attempt number {found.attempt} may have made the call of effect {self.name!r}, with the key "
-                f"{found.key!r}: {why}. Find out, and say it with `commandbus effect resolve {words} --done` or "
-                f"`--not-done`"
+                f"{found.key!r}: {why}. Find out, and say it with `commandbus effect resolve --done {words}` or "
+                f"with `--not-done`"
             )
         raise TransientCommandError(f"effect {self.name!r} changed while it was looked at", code="EFFECT_CHANGED")
 
