@@ -83,3 +83,16 @@ def test_rules_are_bounded_and_each_counts_once() -> None:
     assert parse_rules(["*.a", " *.a ", "data.b"]) == ("*.a", "data.b")
     with pytest.raises(ValueError, match="at most 100"):
         parse_rules([f"data.x{n}" for n in range(101)])
+
+
+def test_rules_for_data_and_results_hold_in_the_state_of_a_process() -> None:
+    state = {"card": {"number": 5}, "charge": {"token": "t", "ok": True}, "many": [{"token": "t"}]}
+    assert Mask(["data.card.number", "result.token"]).hide("state", state) == {
+        "card": {"number": "***"},
+        "charge": {"token": "***", "ok": True},
+        "many": [{"token": "***"}],
+    }
+    assert Mask(["result.card.number"]).hide("state", {"charge": state})["charge"]["card"] == {"number": "***"}
+    for rule in ("data", "result"):
+        assert Mask([rule]).hide("state", {"card": {"number": 5}}) == {"card": "***"}
+        assert Mask([rule]).hide("state", "PAUSED") == "PAUSED", "of a worker"

@@ -22,8 +22,10 @@ from commandbus import (
     InvalidCommandError,
     PermanentCommandError,
     RetryPolicy,
+    Saga,
     Settings,
     Worker,
+    step,
 )
 from commandbus.bus.masked import bus_for_people
 from commandbus.web.app import create_console
@@ -201,3 +203,42 @@ def test_async_code_for_people_is_masked_too(settings: Settings, bus: CommandBus
 
     assert asyncio.run(look()) == {"password": "***"}
     assert type(bus_for_people(replace(settings, mask=()))) is CommandBus
+
+
+def test_a_command_with_hidden_values_is_not_offered_as_a_copy(
+    settings: Settings, bus: CommandBus, visit: Visit
+) -> None:
+    bus.send("orders", "ship", {"login": {"password": SECRETS[0]}}, command_id="masked")
+    bus.send("orders", "ship", {"n": 1}, command_id="by-header", headers={"key": SECRETS[3]})
+    bus.send("orders", "ship", {"n": 1}, command_id="plain")
+    for command_id in ("masked", "by-header"):
+        page = visit.get("/command", domain="orders", id=command_id).text
+        assert "commandbus send" not in page
+        assert "bus.send(" not in page
+        assert "a copy would send <code>***</code>" in page
+    assert "commandbus send orders ship" in visit.get("/command", domain="orders", id="plain").text
+
+
+def test_the_state_of_a_process_hides_what_its_data_and_results_hide(
+    settings: Settings, bus: CommandBus, visit: Visit
+) -> None:
+    bus.create_domain("processes")
+    handlers = HandlerRegistry()
+
+    @handlers.handler("orders", "first")
+    def first(command: Any, ctx: Any) -> object:
+        return {"token": SECRETS[2], "ok": True}
+
+    saga = Saga("order", step("first", "orders"))
+    handlers.register_process(saga)
+    bus.start_process(saga, {"card": {"number": int(SECRETS[1]), "month": 7}}, process_id="p")
+    Worker(handlers, settings=settings).run(until_idle=True)
+    shown = visit.get("/api/process", domain="processes", id="p").json
+    assert shown["state"]["first"] == {"token": "***", "ok": True}
+    assert shown["state"]["card"] == {"number": "***", "month": 7}
+    assert leaks(visit.get("/process", domain="processes", id="p").text) == []
+    with bus_for_people(settings) as people:
+        assert leaks(str(people.get_process("processes", "p"))) == []
+    record = bus.get_process("processes", "p")
+    assert record is not None
+    assert SECRETS[2] in str(record.state), "programs get what is there"

@@ -3,7 +3,8 @@
 A rule is a path: `data.card.number`, `result.token`, `*.password`. Its first part is the field that is shown
 (`data`, `result`, `headers`, `progress`, `state` …), or `*`: at any depth of anything. A later `*` stands for any
 one field. Lists are looked through, so `data.cards.number` hides the number of every card. Case does not
-matter. What a rule names is shown as `***`, with everything in it.
+matter. The state of a process holds copies: rules for `data` hold in it, too, and those for `result` below the
+name of each step. What a rule names is shown as `***`, with everything in it.
 
 The hidden values are looked for in texts, too (errors, tracebacks, autopsies): there, any text of at least four
 characters that a rule hides becomes `***`. Pure functions; no clock, no database.
@@ -38,7 +39,7 @@ class Mask:
     def __init__(self, rules: Sequence[str] = ()) -> None:
         paths = [_parse(rule) for rule in rules]
         self.rules = tuple(rules)
-        self._rooted = [path for path in paths if path[0] != "*"]
+        self._rooted = [path for path in (*paths, *_in_state(paths)) if path[0] != "*"]
         self._anywhere = [path[1:] for path in paths if path[0] == "*"]
         names = {path[-1] for path in self._anywhere} - {"*"}
         known = "|".join(re.escape(name) for name in sorted(names, key=len, reverse=True))
@@ -180,6 +181,15 @@ def _parse(rule: object) -> _Path:
             "*.password"
         )
     return parts
+
+
+def _in_state(paths: Iterable[_Path]) -> Iterable[_Path]:
+    """The same for the state of a process: the data that it began with, and each step's result under its name."""
+    for first, *rest in paths:
+        if first == "data":
+            yield "state", *(rest or ("*",))
+        elif first == "result":
+            yield "state", "*", *rest
 
 
 def parse_rules(rules: Iterable[object]) -> tuple[str, ...]:
