@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import csv
 import io
+import re
+
+import psycopg
 
 from commandbus.cli.exit_codes import ExitCode
 from commandbus.flow.commands import query_filters, query_sources
@@ -86,3 +89,14 @@ def test_a_search_keeps_looking(orders, bus, monkeypatch):
     whole = orders("commands", "--type", "rare", "--keep-looking").out
     assert "needle" in whole
     assert "this is not all" not in whole
+
+
+def test_database_names_the_program_of_a_transaction_and_what_it_holds_back(orders, database):
+    with psycopg.connect(database, application_name="forgotten job") as other:
+        other.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
+        other.execute("SELECT count(*) FROM commandbus.command")
+        lines = orders("database").out.splitlines()
+    held = lines[lines.index("Open transactions") + 2]
+    assert "forgotten job" in held
+    assert re.search(r"  \d+ transactions?  ", held), held
+    assert "PROGRAM" in lines[lines.index("Open transactions") + 1]

@@ -208,7 +208,10 @@ class AsyncCommandBus(
         if self._own_pool is None:
             settings = self._database.resolve()
             self._own_pool = make_async_bus_pool(
-                settings, max_size=settings.pool_max_size or POOL_SIZE, is_patient=self._database.revives
+                settings,
+                max_size=settings.pool_max_size or POOL_SIZE,
+                is_patient=self._database.revives,
+                name=self._session_name,
             )  # assigned before the await, so that a second task does not make another pool
             await self._own_pool.open()
         return self._own_pool

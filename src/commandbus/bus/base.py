@@ -63,6 +63,7 @@ class BusBase:
     settings: Settings
     _limit_clients: Any  # a LimitClientHolder
     _own_pool: Any = None
+    _session_name: str = "bus"
     _chain: Any = None  # a Chain: what is around its sends
 
     def __init__(

@@ -41,9 +41,10 @@ def _print(report: DatabaseReport) -> None:
     )  # fmt: skip
     say_heading("Open transactions")
     print_table(
-        columns("kind =holder role :open state? ~query??"),
+        columns("kind =holder role program?? :open :holds_back? state? ~query??"),
         [
-            (item.kind, item.name, item.role, age(item.seconds), item.waits_for or item.state,
+            (item.kind, item.name, item.role, item.application, age(item.seconds), _held_back(item.xid_age),
+             item.waits_for or item.state,
              shortened(item.query or ""))
             for item in report.holders
         ],
@@ -81,6 +82,10 @@ def _print(report: DatabaseReport) -> None:
         ],
         empty="none of ours",
     )
+
+
+def _held_back(count: int | None) -> str:
+    return "" if count is None else counted(count, "transaction")
 
 
 def _ago(moment: object) -> str:

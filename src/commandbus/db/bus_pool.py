@@ -193,9 +193,9 @@ def make_bus_pool(settings: Settings, *, max_size: int, is_patient: bool) -> Bus
     return pool
 
 
-def make_async_bus_pool(settings: Settings, *, max_size: int, is_patient: bool) -> AsyncBusPool:
-    """The same, to be opened on the loop that uses it."""
-    options = async_pool_options(settings, name="bus", max_size=max_size)
+def make_async_bus_pool(settings: Settings, *, max_size: int, is_patient: bool, name: str = "bus") -> AsyncBusPool:
+    """The same, to be opened on the loop that uses it. `name` is in the names of its sessions."""
+    options = async_pool_options(settings, name=name, max_size=max_size)
     pool = AsyncBusPool(**options | {"open": False, "reconnect_timeout": 0.0})
     pool.is_patient = is_patient
     return pool

@@ -126,5 +126,6 @@ def _bus(settings: Settings, seconds: int, connections: int) -> AsyncCommandBus:
     """A bus whose statements end after so many seconds."""
     modest = replace(settings, pool_min_size=0, pool_max_size=connections, pool_timeout=float(2 * seconds))
     bus = async_bus_for_people(modest)
+    bus._session_name = "console"
     bus._limit = limit_statement(seconds, lock_seconds=LOCK_SECONDS)
     return bus
