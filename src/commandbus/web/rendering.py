@@ -47,6 +47,7 @@ def environment() -> Environment:
         ago=ago,
         span=span,
         json=json_text,
+        compact=compact,
         lines=lines,
         query=query,
         raw=raw,
@@ -125,6 +126,11 @@ def span(seconds: float | None) -> str:
 def json_text(value: object) -> Markup:
     """A JSON value, laid out, up to a length."""
     return lines(json.dumps(value, indent=2, ensure_ascii=False, default=str))
+
+
+def compact(value: object) -> str:
+    """A JSON value on one line; a text as it is."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 
 def lines(text: str | None) -> Markup:

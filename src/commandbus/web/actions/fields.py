@@ -98,7 +98,9 @@ def as_json(text: str | None, name: str) -> Json:
 def as_whole(text: str, name: str) -> int:
     """The whole number that a text is."""
     if not (text.isascii() and text.isdigit() and len(text) <= LONGEST_NUMBER):
-        raise InvalidCommandError(f"{name} must be a whole number, not {text!r:.80}")
+        raise InvalidCommandError(
+            f"{name} must be a whole number from 0 to {10**LONGEST_NUMBER - 1}, not {text!r:.80}"
+        )
     return int(text)
 
 

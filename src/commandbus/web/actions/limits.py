@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from commandbus.bus import AsyncCommandBus
 from commandbus.errors import InvalidCommandError
+from commandbus.flow.commands.known_types import doubt_limit
 from commandbus.model.key_limit import OnFailure
 from commandbus.model.limit import PERMIT_OPTIONS, LimitOptions
 from commandbus.web.actions.fields import Action, Fields, as_whole, lines_of, one_of
@@ -23,7 +24,11 @@ async def _set_limit(bus: AsyncCommandBus, operator: str, given: Fields) -> str:
     changed = ", ".join(name.replace("_", " ") for name in options)
     allows = "any number" if info.concurrency is None else str(info.concurrency)
     rate = "" if info.rate is None else f", {info.rate}"
-    return f"limit {info.name} allows {allows} at once{rate}; set: {changed}"
+    done = f"limit {info.name} allows {allows} at once{rate}; set: {changed}"
+    if not info.warning:
+        return done
+    others = {item.name for item in await bus.limits()} - {info.name}
+    return f"{done}. {doubt_limit(info.name, others)}"
 
 
 async def _unset_limit(bus: AsyncCommandBus, operator: str, given: Fields) -> str:

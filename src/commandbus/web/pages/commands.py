@@ -11,10 +11,13 @@ from fastapi.responses import RedirectResponse, Response
 
 from commandbus.errors import CommandNotFoundError
 from commandbus.flow.commands.find_id import FoundId
-from commandbus.flow.commands.query_filters import check_query
+from commandbus.flow.commands.query_filters import CommandQuery, check_query
 from commandbus.flow.processes.inspect import VIEW
 from commandbus.flow.processes.process_of_command import get_process_of
+from commandbus.model.command import CommandStatus
 from commandbus.model.copied_command import copies_of, has_hidden
+from commandbus.model.count import added
+from commandbus.troubleshooting import AsyncTroubleshootingQueue
 from commandbus.web.console import Console
 from commandbus.web.event_stream import EventStream
 from commandbus.web.keep_looking import keep_looking
@@ -52,7 +55,16 @@ def routes(console: Console) -> PageRoutes:
             named=[(item, link_of(item)) for item in named],
             cursor=cursor,
             statuses=STATUSES,
+            tsq_search=tsq_search(wanted.query),
+            in_tsq=0 if found is None or found.items else await in_tsq(wanted.query),
         )
+
+    async def in_tsq(wanted: CommandQuery) -> int:
+        """How many need a person, where nothing has failed: an attempt that fails for good leads there."""
+        if wanted.status != CommandStatus.FAILED:
+            return 0
+        counts = await AsyncTroubleshootingQueue(bus).count_by_type(wanted.domain, wanted.command_type)
+        return added(counts.values())
 
     async def events(request: Request, cursor: str, search: str = "") -> Response:
         """The rest of a search, for the page that is open."""
@@ -83,6 +95,14 @@ def routes(console: Console) -> PageRoutes:
         )
 
     return {"/commands": commands, "/commands/events": events, "/command": command}
+
+
+def tsq_search(wanted: CommandQuery) -> str:
+    """The search for what needs a person, of the same domain and type."""
+    words = ["status:tsq"]
+    words += [f"domain:{wanted.domain}"] if wanted.domain else []
+    words += [f"type:{shlex.quote(wanted.command_type)}"] if wanted.command_type else []
+    return " ".join(words)
 
 
 def link_of(found: FoundId) -> str:
