@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 
 import pytest
 from cli_harness import Program, run
@@ -251,6 +252,16 @@ def test_what_one_waits_for(sagas, bus):
     assert re.search(r"^waits for +a worker of domain 'processes'", text, re.MULTILINE)
     assert text.endswith("\ntrail\nnothing was sent yet\n")
     assert "a worker of domain 'processes'" in sagas("process", "list").out
+
+
+def test_a_running_command_is_in_progress_in_its_process(working, bus, world):
+    world.held["charge"] = threading.Event()
+    working("process", "start", "order", "--process-id", "p1")
+    until(lambda: "charge" in world.did)
+    charge = bus.get_process("processes", "p1").steps[1]
+    assert (charge.name, charge.command_status) == ("charge", "IN_PROGRESS")
+    assert "SENT (IN_PROGRESS)" in working("process", "show", "p1").out
+    world.held["charge"].set()
 
 
 def test_one_in_the_troubleshooting_queue_says_who_decides(working, bus, world):

@@ -152,7 +152,9 @@ def test_of_many_who_decide_the_same_one_fires(orders: Bus, part: Part, db: Db) 
     assert row == (f"schedule:often@{instant}", "often", {"n": 1}, headers, 3, 9.0, "fail", 3600)
     found = part("schedules").get("orders", "often")
     assert (found.last_fired, found.last_command_id) == (same[0].decision.firings[0], row[0])
+    assert found.last_status == CommandStatus.PENDING
     assert len(orders.claim()) == 1
+    assert part("schedules").get("orders", "often").last_status == CommandStatus.IN_PROGRESS
 
 
 @sync_only

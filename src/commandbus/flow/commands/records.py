@@ -6,7 +6,7 @@ once.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import NamedTuple
@@ -107,6 +107,20 @@ def queue_rows(domain: str, msg_ids: Sequence[int]) -> Steps[list[QueueRow]]:
         sql.text("commands/queue_rows", domain=domain), {"domain": domain, "msg_ids": list(msg_ids)}
     )
     return [QueueRow(*row) for row in rows]
+
+
+def running_of(commands: Iterable[tuple[str, int | None]]) -> Steps[set[QueueKey]]:
+    """Those of these commands (domain and msg_id; None: it is not in its queue) that a worker holds: they are
+    IN_PROGRESS."""
+    waiting: dict[str, list[int]] = {}
+    for domain, msg_id in commands:
+        if msg_id is not None:
+            waiting.setdefault(domain, []).append(msg_id)
+    running: set[QueueKey] = set()
+    for domain, msg_ids in waiting.items():
+        found = yield from queue_rows(domain, msg_ids)
+        running |= {(domain, row.msg_id) for row in found if row.held_by is not None}
+    return running
 
 
 def complete(rows: Sequence[Row]) -> Steps[list[CommandRecord]]:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from commandbus import sql
 from commandbus.errors import InvalidCommandError
+from commandbus.flow.commands.records import QueueKey, running_of
 from commandbus.flow.operation import Operation, Row, Statement, Steps, operation, then
 from commandbus.model import names
 from commandbus.model.page import MAX_ID, Page, cut, id_of
@@ -124,12 +125,11 @@ def get_process(domain: str, process_id: str, *, bounds: Bounds = WHOLE) -> Step
     record: ProcessRecord = found[0]
     params = {"process": record.id, "longest": bounds.longest_line}
     rows = yield Statement(sql.text("processes/trail"), params | {"most": bounds.steps})
-    record.steps.extend(_step(row) for row in reversed(rows))
     signals = yield Statement(sql.text("processes/signals"), params | {"most": bounds.lines})
-    record.signals.extend(
-        SignalRecord(signal_id, name, loads_or_none(data), *rest)
-        for signal_id, name, data, *rest in reversed(signals)
-    )
+    in_queues = [(of_domain, msg_id) for _, _, _, _, of_domain, *_, msg_id in rows]
+    running = yield from running_of([*in_queues, *((record.domain, msg_id) for *_, msg_id in signals)])
+    record.steps.extend(_step(row, running) for row in reversed(rows))
+    record.signals.extend(_signal(row, record.domain, running) for row in reversed(signals))
     strays = yield Statement(
         b"SELECT id, domain, created_at, reason, CASE WHEN %(longest)s::integer IS NULL "
         b"OR pg_catalog.octet_length(message::text) <= %(longest)s THEN message::text END "
@@ -167,10 +167,17 @@ def list_strays(
     return cut(found, limit, lambda stray: stray.id)
 
 
-def _step(row: Row) -> StepRecord:
+def _signal(row: Row, domain: str, running: set[QueueKey]) -> SignalRecord:
+    """A row of processes/signals.sql."""
+    signal_id, name, data, sent_at, by, reason, step, status, command_id, msg_id = row
+    status = "IN_PROGRESS" if (domain, msg_id) in running else status
+    return SignalRecord(signal_id, name, loads_or_none(data), sent_at, by, reason, step, status, command_id)
+
+
+def _step(row: Row, running: set[QueueKey]) -> StepRecord:
     """A row of processes/trail.sql."""
     number, name, undoes, status, domain, command_id, command_type, *rest = row
-    sent_at, finished_at, deadline_at, result, error, command_status, data, kind = rest
+    sent_at, finished_at, deadline_at, result, error, command_status, data, kind, msg_id = rest
     return StepRecord(
         number=number,
         name=name,
@@ -184,7 +191,7 @@ def _step(row: Row) -> StepRecord:
         deadline_at=deadline_at,
         result=loads_or_none(result),
         error=loads_or_none(error),
-        command_status=command_status,
+        command_status="IN_PROGRESS" if (domain, msg_id) in running else command_status,
         data=loads_or_none(data),
         kind=kind,
     )

@@ -10,7 +10,6 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import datetime
-from typing import Any
 
 from commandbus import sql
 from commandbus.errors import (
@@ -20,6 +19,7 @@ from commandbus.errors import (
     UnknownDomainError,
 )
 from commandbus.flow.commands.operate import OperatorAction
+from commandbus.flow.commands.records import running_of
 from commandbus.flow.limits.declare import note_action
 from commandbus.flow.limits.inspect import ControlAction, actions_on
 from commandbus.flow.operation import Statement, Steps, operation
@@ -275,12 +275,15 @@ def read_records(
         sql.text("schedules/records"),
         {"domain": domain, "name": name, "limit": limit, "after_domain": after_domain, "after_name": after_name},
     )
-    return [_record(*row) for row in rows]
+    records = [(ScheduleRecord(*row), msg_id) for *row, msg_id in rows]
+    running = yield from running_of([(found.domain, msg_id) for found, msg_id in records])
+    return [_record(found, is_running=(found.domain, msg_id) in running) for found, msg_id in records]
 
 
-def _record(*row: Any) -> ScheduleRecord:
-    found = ScheduleRecord(*row)
+def _record(found: ScheduleRecord, *, is_running: bool) -> ScheduleRecord:
     status = None if found.last_status is None else CommandStatus(found.last_status)
+    if is_running:
+        status = CommandStatus.IN_PROGRESS
     next_at = None if found.is_paused else found.next_at
     return replace(found, last_status=status, next_at=next_at)
 

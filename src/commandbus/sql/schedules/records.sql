@@ -7,9 +7,10 @@ SELECT s.domain, s.name, s.command_type, s.cron, s.every, s.timezone, s.data, s.
        (SELECT pg_catalog.max(d.seen_at) FROM commandbus.schedule_declaration d
          WHERE d.domain = s.domain AND d.name = s.name AND s.is_declared),
        (SELECT pg_catalog.count(*) FROM commandbus.schedule_declaration d
-         WHERE d.domain = s.domain AND d.name = s.name AND d.seen_at > pg_catalog.now() - interval '15 seconds')
+         WHERE d.domain = s.domain AND d.name = s.name AND d.seen_at > pg_catalog.now() - interval '15 seconds'),
+       CASE WHEN c.status OPERATOR(pg_catalog.=) 'PENDING' THEN c.msg_id END
   FROM commandbus.schedule s
-  LEFT JOIN LATERAL (SELECT k.command_id, k.status FROM commandbus.command k WHERE k.id = s.last_command OFFSET 0) c ON true
+  LEFT JOIN LATERAL (SELECT k.command_id, k.status, k.msg_id FROM commandbus.command k WHERE k.id = s.last_command OFFSET 0) c ON true
  WHERE (%(domain)s::text IS NULL OR s.domain = %(domain)s) AND (%(name)s::text IS NULL OR s.name = %(name)s)
    AND (%(after_domain)s::text IS NULL OR (s.domain, s.name) > (%(after_domain)s, %(after_name)s))
  ORDER BY s.domain, s.name
