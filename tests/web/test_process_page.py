@@ -15,6 +15,7 @@ from commandbus import (
     Saga,
     Worker,
     parallel,
+    sleep,
     step,
     wait_for,
 )
@@ -81,6 +82,27 @@ def test_a_graph_of_what_was_done_and_what_is_waited_for(bus: CommandBus, waitin
     document = visit.get("/api/process/graph", domain="processes", id=HOSTILE).json
     assert document["would_undo"] == graph.would_undo
     assert visit.get("/api/process/graph", domain="processes", id="nosuch").status == 404
+
+
+def test_moments_are_shown_in_the_zone_of_the_viewer(bus: CommandBus, database: str, serve: Serve) -> None:
+    bus.create_domain("processes")
+    saga = Saga("nap", parallel(wait_for("approved", deadline="1h"), sleep("2d")))
+    bus.start_process(saga, {}, process_id="p")
+    run(database, saga)
+    record = bus.get_process("processes", "p")
+    assert record is not None
+    signal, nap = record.steps
+    assert nap.deadline_at is not None
+    assert record.waits_for_moments == [signal.sent_at, signal.deadline_at, nap.deadline_at]
+    assert record.waits_for_kinds == ["signal", "sleep"]
+    visit = serve()
+    times = [f'<time datetime="{moment.isoformat()}">' for moment in record.waits_for_moments]
+    for page in (visit.get("/process", domain="processes", id="p").text, visit.get("/processes").text):
+        assert all(time in page for time in times)
+        assert "waiting for signal, sleep" in page
+        assert "waiting for reply" not in page
+    drawn = f'data-moment="{nap.deadline_at.isoformat()}">'
+    assert drawn in visit.get("/process", domain="processes", id="p").text
 
 
 def test_compensations_stand_below_what_they_undo(bus: CommandBus, database: str, serve: Serve) -> None:

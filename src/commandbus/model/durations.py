@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import re
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from typing import Final, TypeAlias
 
 Duration: TypeAlias = str | int | float | timedelta
@@ -62,6 +62,11 @@ def format_seconds(seconds: float) -> str:
     parts = ((days, "d"), (hours, "h"), (minutes, "m"))
     text = "".join(f"{count}{unit}" for count, unit in parts if count)
     return text + f"{_plain(rest_ms / 1000)}s" if rest_ms else text
+
+
+def in_utc(moment: datetime) -> str:
+    """A moment, to the second, for texts that people in several time zones read."""
+    return f"{moment.astimezone(UTC):%Y-%m-%d %H:%M:%S} UTC"
 
 
 def without_clock(text: str) -> str:

@@ -189,12 +189,13 @@ class StrayReply:
 class ProcessRecord:
     """Everything that is known about a process now.
 
-    `waits_for` says in words what it waits for. `failure` says why it compensates or ended (`type`, `code`,
-    `message`, `step`). `troubles` are its commands in the troubleshooting queue. `parent` names the process that
-    it is nested in, and the number of the step there (`domain`, `process_id`, `step`). Only `get_process` fills
-    `steps`, `signals` and `strays` (replies that moved nothing, with the reason). `left_out` is for
-    `bus.processes.view`: how many bytes `data` and `state` have if they are too long, and how many of the first
-    steps are not there.
+    `waits_for` says in words what it waits for, `waits_for_kinds` of which kinds that is ("command", "signal",
+    "sleep", "process"), and `waits_for_moments` are the moments that the words name in UTC, in their order.
+    `failure` says why it compensates or ended (`type`, `code`, `message`, `step`). `troubles` are its commands in
+    the troubleshooting queue. `parent` names the process that it is nested in, and the number of the step there
+    (`domain`, `process_id`, `step`). Only `get_process` fills `steps`, `signals` and `strays` (replies that moved
+    nothing, with the reason). `left_out` is for `bus.processes.view`: how many bytes `data` and `state` have if
+    they are too long, and how many of the first steps are not there.
     """
 
     id: int
@@ -217,6 +218,8 @@ class ProcessRecord:
     cancel: Mapping[str, Json] | None
     in_tsq: int = 0
     waits_for: str | None = None
+    waits_for_kinds: list[str] = field(default_factory=list)
+    waits_for_moments: list[datetime] = field(default_factory=list)
     steps: list[StepRecord] = field(default_factory=list)
     troubles: list[Mapping[str, Json]] = field(default_factory=list)
     strays: list[StrayReply] = field(default_factory=list)
@@ -247,4 +250,6 @@ class ProcessSummary:
     cancel: Mapping[str, Json] | None
     in_tsq: int
     waits_for: str | None
+    waits_for_kinds: list[str]
+    waits_for_moments: list[datetime]
     parent: Mapping[str, Json] | None

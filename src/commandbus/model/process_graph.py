@@ -9,6 +9,7 @@ yet. Only the program knows which of its steps have an undo; a step without one 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import datetime
 from itertools import groupby, pairwise
 from typing import Final
 
@@ -35,12 +36,14 @@ class GraphNode:
 
 @dataclass(frozen=True, slots=True)
 class GraphEdge:
-    """From one step (0: the start) to another. `waits_for` says for what, if the second has not ended."""
+    """From one step (0: the start) to another. `waits_for` says for what, if the second has not ended; `until` is
+    the end of a sleep."""
 
     start: int
     end: int
     is_undo: bool
     waits_for: str | None
+    until: datetime | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +72,7 @@ def process_graph(record: ProcessRecord) -> ProcessGraph:
         column = places[step.undoes or 0]
         nodes.append(_node(step, column, heights[column]))
         heights[column] += 1
-    edges = [*_forward(groups), *(_undo(step) for step in undos)]
+    edges = [*_forward(groups), *(_edge(step.undoes or 0, step) for step in undos)]
     return ProcessGraph(nodes, edges, would_undo(record), len(groups), max(heights.values(), default=0), left_out)
 
 
@@ -92,19 +95,17 @@ def _node(step: StepRecord, column: int, row: int) -> GraphNode:
 
 
 def _forward(groups: Sequence[Sequence[StepRecord]]) -> list[GraphEdge]:
-    edges = [GraphEdge(0, step.number, is_undo=False, waits_for=_waits_for(step)) for step in (groups or [[]])[0]]
+    edges = [_edge(0, step) for step in (groups or [[]])[0]]
     for before, after in pairwise(groups):
         starts = before if len(before) * len(after) <= MOST_CROSSING else before[:1]
-        edges += [
-            GraphEdge(start.number, end.number, is_undo=False, waits_for=_waits_for(end))
-            for start in starts
-            for end in after
-        ]
+        edges += [_edge(start.number, end) for start in starts for end in after]
     return edges
 
 
-def _undo(step: StepRecord) -> GraphEdge:
-    return GraphEdge(step.undoes or 0, step.number, is_undo=True, waits_for=_waits_for(step))
+def _edge(start: int, end: StepRecord) -> GraphEdge:
+    sleeps = end.kind == "sleep" and end.status is StepStatus.SENT
+    until = end.deadline_at if sleeps else None
+    return GraphEdge(start, end.number, end.undoes is not None, _waits_for(end), until)
 
 
 def _waits_for(step: StepRecord) -> str | None:
@@ -114,7 +115,7 @@ def _waits_for(step: StepRecord) -> str | None:
     if step.kind == "signal":
         return f"the signal {step.command_type}"
     if step.kind == "sleep":
-        return "a moment" if step.deadline_at is None else f"{step.deadline_at:%H:%M:%S}"
+        return "the end of its sleep"
     if step.kind == "process":
         return "a nested process"
     return "a person" if step.command_status == "IN_TROUBLESHOOTING_QUEUE" else "its reply"

@@ -7,7 +7,7 @@ Times are written in UTC; the console's script shows them in the viewer's zone, 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from functools import lru_cache
 from typing import Any, Final
@@ -17,7 +17,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from commandbus.model.counting import counted
-from commandbus.model.durations import roughly, without_clock, without_moment
+from commandbus.model.durations import in_utc, roughly, without_clock, without_moment
 from commandbus.model.folded_frames import folded
 from commandbus.model.ledger_bar import how_long
 from commandbus.model.safe_text import escaped, escaped_lines
@@ -56,6 +56,7 @@ def environment() -> Environment:
         editable=editable,
         autopsy=autopsy,
         concern=concern,
+        with_moments=with_moments,
         exactly=how_long,
         folded=folded_text,
         without_clock=without_clock,
@@ -94,18 +95,26 @@ def time(moment: datetime | None) -> Markup:
     """A moment, for people and for the script."""
     if moment is None:
         return Markup("–")
-    utc = moment.astimezone(UTC)
-    return Markup('<time datetime="{}">{:%Y-%m-%d %H:%M:%S} UTC</time>').format(utc.isoformat(), utc)
+    return Markup('<time datetime="{}">{}</time>').format(moment.astimezone(UTC).isoformat(), in_utc(moment))
 
 
 def concern(item: Concern) -> Markup:
     """The text of a concern. The script shows its moment in the viewer's zone."""
-    if item.since is None:
-        return escape(escaped(item.text))
-    utc = clock_of(item.since)
-    before, _, after = item.text.partition(utc)
-    moment = Markup('<time datetime="{}">{}</time>').format(item.since.astimezone(UTC).isoformat(), utc)
-    return escape(escaped(before)) + moment + escape(escaped(after))
+    return _with_times(item.text, [] if item.since is None else [(clock_of(item.since), item.since)])
+
+
+def with_moments(text: str, moments: Sequence[datetime]) -> Markup:
+    """A text that names these moments, in this order. The script shows them in the viewer's zone."""
+    return _with_times(text, [(in_utc(moment), moment) for moment in moments])
+
+
+def _with_times(text: str, named: Sequence[tuple[str, datetime]]) -> Markup:
+    shown, rest = Markup(""), text
+    for utc, moment in named:
+        before, _, rest = rest.partition(utc)
+        time_of = Markup('<time datetime="{}">{}</time>').format(moment.astimezone(UTC).isoformat(), utc)
+        shown += escape(escaped(before)) + time_of
+    return shown + escape(escaped(rest))
 
 
 def clock(moment: datetime) -> str:

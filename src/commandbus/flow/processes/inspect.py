@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields, replace
-from datetime import UTC, datetime
+from datetime import datetime
 from typing import Any, NamedTuple
 
 from commandbus import sql
@@ -12,6 +12,7 @@ from commandbus.errors import InvalidCommandError
 from commandbus.flow.commands.records import QueueKey, running_of
 from commandbus.flow.operation import Operation, Row, Statement, Steps, operation, then
 from commandbus.model import names
+from commandbus.model.durations import in_utc
 from commandbus.model.page import MAX_ID, Page, cut, id_of
 from commandbus.model.payload import loads_or_none
 from commandbus.model.process import (
@@ -223,7 +224,7 @@ def _record(row: Row) -> ProcessRecord:
         loads_or_none(failure),
         loads_or_none(cancel),
         in_tsq,
-        _waits_for(status, loads_or_none(outstanding) or [], troubled, loads_or_none(failing), domain),
+        *_waits_for(status, loads_or_none(outstanding) or [], troubled, loads_or_none(failing), domain),
         troubles=troubled,
         parent=loads_or_none(parent),
         left_out={
@@ -238,14 +239,31 @@ def _summary(record: ProcessRecord) -> ProcessSummary:
     return ProcessSummary(**{item.name: getattr(record, item.name) for item in fields(ProcessSummary)})
 
 
+class _Waiting(NamedTuple):
+    """What a process waits for: in words, its kinds, and the moments that the words name."""
+
+    text: str | None
+    kinds: list[str]
+    moments: list[datetime]
+
+
 def _waits_for(
     status: ProcessStatus,
     outstanding: list[Mapping[str, Any]],
     troubles: list[Mapping[str, Any]],
     failing: Mapping[str, Any] | None,
     domain: str,
-) -> str | None:
+) -> _Waiting:
     """Says why the process does not go on."""
+    if not status.is_final and not troubles and failing is None and outstanding:
+        return _for_steps(outstanding)
+    return _Waiting(_for_other(status, troubles, failing, domain), [], [])
+
+
+def _for_other(
+    status: ProcessStatus, troubles: list[Mapping[str, Any]], failing: Mapping[str, Any] | None, domain: str
+) -> str | None:
+    """What it waits for, other than its steps."""
     if status.is_final:
         return None
     if troubles:
@@ -255,11 +273,16 @@ def _waits_for(
     if failing is not None:
         what = f"its own message {failing['command_id']!r} of domain {domain!r}"
         return f"{what}, which is tried again: attempt number {failing['number']} failed: {failing['error']}"
-    if outstanding:
-        replies = [_reply(one) for one in outstanding if one["kind"] is None]
-        told = ["the reply to " + ", ".join(replies)] if replies else []
-        return "; ".join(told + [_other(one) for one in outstanding if one["kind"] is not None])
     return f"a worker of domain {domain!r} to handle its next message"
+
+
+def _for_steps(outstanding: list[Mapping[str, Any]]) -> _Waiting:
+    replies = [_reply(one) for one in outstanding if one["kind"] is None]
+    told = ["the reply to " + ", ".join(replies)] if replies else []
+    others = [one for one in outstanding if one["kind"] is not None]
+    moments = [moment for one in others for moment in _moments(one)]
+    kinds = sorted({one["kind"] or "command" for one in outstanding})
+    return _Waiting("; ".join(told + [_other(one) for one in others]), kinds, moments)
 
 
 def _reply(step: Mapping[str, Any]) -> str:
@@ -267,21 +290,21 @@ def _reply(step: Mapping[str, Any]) -> str:
     return f"{what} {step['name']!r} (command {step['command_id']!r} of domain {step['domain']!r})"
 
 
+def _moments(step: Mapping[str, Any]) -> list[datetime]:
+    """The moments that `_other` names."""
+    named = {"signal": ("sent_at", "deadline_at"), "sleep": ("deadline_at",)}.get(step["kind"], ())
+    return [datetime.fromisoformat(step[name]) for name in named if step[name] is not None]
+
+
 def _other(step: Mapping[str, Any]) -> str:
     """What a step waits for that has sent no command."""
-    since = f"since {_moment(step['sent_at'])}"
-    until = "" if step["deadline_at"] is None else f" until {_moment(step['deadline_at'])}"
+    moments = [in_utc(moment) for moment in _moments(step)]
     if step["kind"] == "signal":
-        return f"the signal {step['command_type']!r} {since}{until}"
+        return f"the signal {step['command_type']!r} since {' until '.join(moments)}"
     if step["kind"] == "sleep":
-        return f"the end of its sleep at {_moment(step['deadline_at'])}"
+        return f"the end of its sleep at {moments[0]}"
     what = "the end of" if step["undoes"] is None else "the undoing of"
     return (
         f"{what} the nested process {step['command_id']!r} of domain {step['domain']!r} "
         f"(step {step['name']!r}), which is {step['nested'] or 'out of sight'}"
     )
-
-
-def _moment(text: str) -> str:
-    """An instant from JSON, to the second."""
-    return datetime.fromisoformat(text).astimezone(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")

@@ -21,14 +21,23 @@ function showLocalTimes(within) {
   }
 }
 
-// Marks on the axes of charts. An element of SVG shows on hover what its <title> says.
+// Marks on the axes of charts, and moments in graphs.
 function showLocalTicks(within) {
   for (const one of within.querySelectorAll("text[data-at]")) {
-    const utc = document.createElementNS(one.namespaceURI, "title");
-    utc.textContent = one.textContent;
-    one.textContent = new Date(one.dataset.at).toLocaleTimeString(undefined, { hour: "2-digit", minute: "2-digit" });
-    one.append(utc);
+    const time = { hour: "2-digit", minute: "2-digit" };
+    showInSvg(one, new Date(one.dataset.at).toLocaleTimeString(undefined, time));
   }
+  for (const one of within.querySelectorAll("text[data-moment]")) {
+    showInSvg(one, short(new Date(one.dataset.moment), new Date()));
+  }
+}
+
+// An element of SVG shows on hover what its <title> says.
+function showInSvg(one, text) {
+  const utc = document.createElementNS(one.namespaceURI, "title");
+  utc.textContent = one.textContent;
+  one.textContent = text;
+  one.append(utc);
 }
 
 function watchNow() {
