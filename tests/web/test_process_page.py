@@ -6,6 +6,7 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
+import psycopg
 import pytest
 
 from commandbus import (
@@ -68,20 +69,35 @@ def test_a_graph_of_what_was_done_and_what_is_waited_for(bus: CommandBus, waitin
     names = {node.number: node.name for node in graph.nodes}
     asked = {names[edge.end]: edge.waits_for for edge in graph.edges if edge.waits_for}
     assert asked == {"approved": "the signal approved"}
-    assert graph.would_undo[-1] == "reserve"
-    assert set(graph.would_undo) == {"reserve", "charge", "pack"}
+    assert (graph.would_undo, graph.may_undo, graph.stays_done) == (["charge", "reserve"], [], ["pack"])
     drawn = drawn_process(graph)
     assert all(0 <= box.x < drawn.width and 0 <= box.y < drawn.height for box in drawn.nodes)
     visit = serve()
     page = visit.get("/process", domain="processes", id=HOSTILE).text
     assert "the signal approved" in page
-    assert f"Cancel will undo: {', '.join(graph.would_undo)}." in page
+    assert "Cancel will undo: charge, reserve. These have no undo, and stay done: pack." in page
     assert page.count('class="node ') == 4
     assert page.count(">waits for</text>") == 1, "of two edges to one step, one says it"
     assert HOSTILE not in page
     document = visit.get("/api/process/graph", domain="processes", id=HOSTILE).json
     assert document["would_undo"] == graph.would_undo
     assert visit.get("/api/process/graph", domain="processes", id="nosuch").status == 404
+
+
+def test_a_cancel_promises_no_undo_that_there_is_not(bus: CommandBus, database: str, serve: Serve) -> None:
+    bus.create_domain("processes")
+    saga = Saga("approved", step("ship", "orders"), wait_for("approval"))
+    bus.start_process(saga, {}, process_id="p")
+    run(database, saga)
+    visit = serve()
+    page = visit.get("/process", domain="processes", id="p").text
+    assert "These have no undo, and stay done: ship. Cancel will undo nothing." in page
+    with psycopg.connect(database) as db:  # as an older program writes it, or one that decides late
+        db.execute("UPDATE commandbus.process_step SET has_undo = NULL")
+    page = visit.get("/process", domain="processes", id="p").text
+    assert "Cancel will undo, if their program has an undo: ship." in page
+    graph = visit.get("/api/process/graph", domain="processes", id="p").json
+    assert (graph["would_undo"], graph["may_undo"], graph["stays_done"]) == ([], ["ship"], [])
 
 
 def test_moments_are_shown_in_the_zone_of_the_viewer(bus: CommandBus, database: str, serve: Serve) -> None:

@@ -266,7 +266,8 @@ def signal(
 def cancel(
     session: CliSession, process_id: str, domain: str | None, operator: str | None, reason: str | None
 ) -> None:
-    """Cancel a process: outstanding steps are canceled, completed ones are undone, and it ends CANCELED."""
+    """Cancel a process: outstanding steps are canceled, completed ones that have an undo are undone,
+    and it ends CANCELED."""
     with session.bus() as bus:
         of_domain, process_id = find_id.of_process(bus, process_id, domain)
         status = bus.cancel_process(of_domain, process_id, operator=operator, reason=reason)

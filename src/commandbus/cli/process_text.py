@@ -25,7 +25,7 @@ from commandbus.model.process import (
     StepRecord,
     StepStatus,
 )
-from commandbus.model.process_graph import would_undo
+from commandbus.model.process_graph import completed
 from commandbus.shell_words import arguments
 
 
@@ -53,7 +53,9 @@ def print_record(record: ProcessRecord) -> None:
             "failure": _error(record.failure),
             "cancel": None if record.cancel is None else _request(record.cancel),
             "nested in": None if record.parent is None else _parent(record.parent),
-            "cancel would undo": ", ".join(would_undo(record)) or None,
+            "cancel would undo": ", ".join(completed(record, has_undo=True)) or None,
+            "cancel may undo": _maybe(completed(record, has_undo=None)),
+            "cancel leaves": ", ".join(completed(record, has_undo=False)) or None,
             "batch": record.batch_id,
             "started": f"{moment(record.created_at)} ({age_of(record.created_at)} ago)",
             "last moved": record.updated_at if record.started_at is not None else None,
@@ -99,6 +101,10 @@ def print_trail(record: ProcessRecord) -> None:
             columns("at? ~reason ~message?"),
             [(stray.at, stray.reason, shortened(stray.message)) for stray in record.strays],
         )
+
+
+def _maybe(steps: list[str]) -> str | None:
+    return f"{', '.join(steps)} (if their program has an undo)" if steps else None
 
 
 def _parent(parent: Mapping[str, Any]) -> str:

@@ -153,7 +153,8 @@ class StepRecord:
     `kind` is None for a command. It is "signal" (`command_type` is the name of the signal), "sleep" (until
     `deadline_at`) or "process" (domain, command_id and command_type are those of the nested process) otherwise.
     `undoes` is the number of the step that this one compensates. `command_status` is the status of the command, as
-    long as the command is kept. `data` is the data of the command.
+    long as the command is kept. `data` is the data of the command. `has_undo` says whether the program undoes the
+    step if the process is undone, as far as that was known when the step began; None: it was not.
     """
 
     number: int
@@ -171,6 +172,7 @@ class StepRecord:
     command_status: str | None = None
     data: Json = None
     kind: str | None = None
+    has_undo: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)

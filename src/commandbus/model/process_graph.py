@@ -2,8 +2,9 @@
 compensation below the step that it undoes. Pure.
 
 An edge leads from what was done to what followed. An edge to something that has not ended says what the process
-waits for. `would_undo` names the steps that a cancel undoes, in that order: completed ones that nothing has undone
-yet. Only the program knows which of its steps have an undo; a step without one stays as it is.
+waits for. `would_undo` names the steps that a cancel undoes, in that order: completed ones that have an undo, and
+that nothing has undone yet. `may_undo` names those of which only their program can say whether they have one.
+`stays_done` names those that have none: a cancel leaves them as they are.
 """
 
 from __future__ import annotations
@@ -53,6 +54,8 @@ class ProcessGraph:
     nodes: list[GraphNode]
     edges: list[GraphEdge]
     would_undo: list[str]
+    may_undo: list[str]
+    stays_done: list[str]
     columns: int
     rows: int
     left_out: int
@@ -73,13 +76,22 @@ def process_graph(record: ProcessRecord) -> ProcessGraph:
         nodes.append(_node(step, column, heights[column]))
         heights[column] += 1
     edges = [*_forward(groups), *(_edge(step.undoes or 0, step) for step in undos)]
-    return ProcessGraph(nodes, edges, would_undo(record), len(groups), max(heights.values(), default=0), left_out)
+    return ProcessGraph(
+        nodes,
+        edges,
+        completed(record, has_undo=True),
+        completed(record, has_undo=None),
+        completed(record, has_undo=False),
+        len(groups),
+        max(heights.values(), default=0),
+        left_out,
+    )
 
 
-def would_undo(record: ProcessRecord) -> list[str]:
-    """The completed steps that nothing has undone yet, the last one first; none if the process cannot be
-    canceled."""
-    if record.status.is_final:
+def completed(record: ProcessRecord, *, has_undo: bool | None) -> list[str]:
+    """The completed steps that nothing has undone yet, and that have an undo, have none, or may have one (None);
+    the last one first. None if the process cannot be canceled."""
+    if record.status.is_final or record.is_compensating:
         return []
     undone = {step.undoes for step in record.steps if step.undoes is not None}
     done = [
@@ -87,7 +99,7 @@ def would_undo(record: ProcessRecord) -> list[str]:
         for step in record.steps
         if step.undoes is None and step.status is StepStatus.COMPLETED and step.kind in (None, "process")
     ]
-    return [step.name for step in reversed(done) if step.number not in undone]
+    return [step.name for step in reversed(done) if step.number not in undone and step.has_undo is has_undo]
 
 
 def _node(step: StepRecord, column: int, row: int) -> GraphNode:

@@ -74,7 +74,7 @@ class StepReply:
 class StepView:
     """A step that was sent, as the process's code sees it. `closed` numbers the replies in the order in which they
     were handled. `undoes` is the number of the step that it compensates. `kind` is None for a command. `signal` is
-    the name of the signal that it waits for."""
+    the name of the signal that it waits for. `has_undo` is set when the step is sent."""
 
     number: int
     name: str
@@ -88,6 +88,7 @@ class StepView:
     timer: int | None = None
     kind: StepKind | None = None
     signal: str | None = None
+    has_undo: bool | None = None
 
 
 @dataclass(slots=True)
@@ -189,6 +190,11 @@ class BaseProcessManager(Generic[S]):
     def compensation(self, step: str, state: S) -> StepCommand | StepUndo | None:
         """The command that undoes a step; None if there is nothing to undo. StepUndo() undoes a nested process."""
         return None
+
+    def has_undo(self, step: str) -> bool | None:
+        """Returns whether `compensation` returns a command for this step; None if that depends on the state. It is
+        written down when the step is sent, so that people see what a cancel would undo."""
+        return False if _is_ours(self, "compensation") else None
 
     # --- hooks: in the transaction that moves the process (`tx.connection`) ----------------------------
 

@@ -130,7 +130,9 @@ class Moves:
     def _send_all(self, following: object) -> Talk:
         for name in _step_names(following, self.manager):
             command = yield StepCall(self.manager.build_command, (name, self.view.state))
+            has_undo = yield StepCall(self.manager.has_undo, (name,))
             step = self._send(name, command)
+            step.has_undo = has_undo
             if step.kind == "signal":
                 yield from self._find_signal(step)
 

@@ -246,6 +246,13 @@ class Saga(BaseProcessManager[State]):
         data = dict(state) if one.undo_data is None else one.undo_data(state)
         return StepCommand(one.domain, one.undo, data)
 
+    def has_undo(self, step: str) -> bool | None:
+        """Returns whether the step has an undo; None if a subclass decides that."""
+        if type(self).compensation is not Saga.compensation:
+            return None
+        one = self._steps.get(step)
+        return one is not None and one.undo is not None
+
     def _ready(self, part: Part, done: set[str], sent: set[str], state: State) -> tuple[list[str], bool]:
         """The steps of a part that can be sent now, and whether the part is done."""
         if isinstance(part, Step | Wait):

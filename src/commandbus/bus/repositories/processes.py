@@ -220,7 +220,8 @@ class ProcessRepository(Repository):
         reason: str | None = None,
         conn: object = None,
     ) -> ProcessStatus:
-        """Cancel a process: outstanding steps are canceled, completed ones are undone, and it ends CANCELED.
+        """Cancel a process: outstanding steps are canceled, completed ones that have an undo are undone, and it
+        ends CANCELED.
 
         Returns the status that it had. Raises InvalidOperationError if it has ended or is being undone already.
         """

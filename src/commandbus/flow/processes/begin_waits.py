@@ -186,6 +186,7 @@ def _note(
             "number": step.number,
             "name": step.name,
             "undoes": step.undoes,
+            "has_undo": step.has_undo,
             "kind": step.kind,
             "timer": timer,
             "domain": domain,

@@ -178,7 +178,7 @@ def _signal(row: Row, domain: str, running: set[QueueKey]) -> SignalRecord:
 def _step(row: Row, running: set[QueueKey]) -> StepRecord:
     """A row of processes/trail.sql."""
     number, name, undoes, status, domain, command_id, command_type, *rest = row
-    sent_at, finished_at, deadline_at, result, error, command_status, data, kind, msg_id = rest
+    sent_at, finished_at, deadline_at, result, error, command_status, data, kind, has_undo, msg_id = rest
     return StepRecord(
         number=number,
         name=name,
@@ -195,6 +195,7 @@ def _step(row: Row, running: set[QueueKey]) -> StepRecord:
         command_status="IN_PROGRESS" if (domain, msg_id) in running else command_status,
         data=loads_or_none(data),
         kind=kind,
+        has_undo=has_undo,
     )
 
 

@@ -279,6 +279,7 @@ def _send_step(loaded: Loaded, step: StepView, command: StepCommand, max_bytes: 
                 "step": step.number if step.undoes is None else -step.number,
                 "name": step.name,
                 "undoes": step.undoes,
+                "has_undo": step.has_undo,
                 "timer": timer,
                 "deadline": deadline,
             },

@@ -441,6 +441,7 @@ CREATE INDEX process_unfinished ON commandbus.process (batch) WHERE batch IS NOT
 -- kind   null: a command. 'signal': it waits for the signal that command_type names; `command` and command_id are the
 --        message of the signal that it took. 'sleep': until deadline_at. 'process': domain, command_id and command_type
 --        are those of a nested process
+-- has_undo   does its program undo it? null: the program decides that when the time comes, or it is older than this column
 CREATE TABLE commandbus.process_step (
     process       bigint NOT NULL,
     number        integer NOT NULL,
@@ -459,6 +460,7 @@ CREATE TABLE commandbus.process_step (
     closed        integer,
     result        json,
     error         json,
+    has_undo      boolean,
     PRIMARY KEY (process, number)
 ) WITH (fillfactor = 70);
 

@@ -17,9 +17,9 @@ WITH sent AS (
     RETURNING id, msg_id, priority
 ), noted AS (
     INSERT INTO commandbus.process_step (process, number, name, undoes, command, timer, domain, command_id, command_type,
-                                         deadline_at)
+                                         has_undo, deadline_at)
     SELECT %(process)s, pg_catalog.abs(%(step)s), %(name)s, %(undoes)s, id, %(timer)s, %(domain)s, %(command_id)s,
-           %(command_type)s,
+           %(command_type)s, %(has_undo)s,
            pg_catalog.clock_timestamp() + pg_catalog.make_interval(secs => %(deadline)s)
       FROM sent
     ON CONFLICT (process, number) DO NOTHING

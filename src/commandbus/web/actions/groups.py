@@ -48,7 +48,7 @@ def _completion(given: Fields) -> dict[str, str] | None:
 
 async def _cancel_process(bus: AsyncCommandBus, operator: str, given: Fields) -> str:
     await bus.cancel_process(given["domain"], given["id"], operator=operator, reason=given.get("reason"))
-    return f"process {given['id']} is being canceled: what it has done is undone"
+    return f"process {given['id']} is being canceled: completed steps that have an undo are undone"
 
 
 async def _retry_process(bus: AsyncCommandBus, operator: str, given: Fields) -> str:
