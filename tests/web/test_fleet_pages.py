@@ -71,7 +71,7 @@ def test_now_shows_every_slot_and_a_stuck_one_in_words(
     assert {slot["phase"] for slot in api[0]["slots"]} == {"STUCK", "RUNNING"}
 
 
-def test_a_worker_has_as_many_slots_as_it_shows(database: str, bus: CommandBus, serve: Serve) -> None:
+def test_slots_are_those_that_commands_can_use(database: str, bus: CommandBus, serve: Serve) -> None:
     handlers = HandlerRegistry()
     handlers.register_process(Saga("trip", step("book", "orders")))
     handlers.register("orders", "book", lambda command, ctx: None)
@@ -80,7 +80,29 @@ def test_a_worker_has_as_many_slots_as_it_shows(database: str, bus: CommandBus, 
         text = until(lambda: found if "slot-idle" in (found := visit.get("/").text) else "")
     said = re.search(r"0 of (\d+) slots", text)
     assert said is not None
-    assert int(said[1]) == text.count("slot-idle") > 2, "with those for messages of processes"
+    assert int(said[1]) == text.count("slot-idle") == 2, "without those for messages of processes"
+
+
+def test_a_slot_for_messages_is_shown_while_it_runs_one(database: str, bus: CommandBus, serve: Serve) -> None:
+    go_on = threading.Event()
+
+    class Slow(Saga):
+        def on_started(self, process: Any, tx: Any) -> None:
+            go_on.wait(60)
+
+    handlers = HandlerRegistry()
+    handlers.register_process(saga := Slow("trip", step("book", "orders")))
+    handlers.register("orders", "book", lambda command, ctx: None)
+    with Worker(handlers, settings=quick_settings(database, concurrency=2)):
+        bus.start_process(saga, {}, process_id="p")
+        (shown,) = until(lambda: [item for item in bus.watch_slots() if item.slots])
+        text = serve().get("/workers").text
+        now = serve().get("/").text
+        go_on.set()
+    assert (shown.slots[0].kind, shown.size, shown.busy, shown.idle) == ("messages", 2, 0, 2)
+    assert ", for processes" in text
+    assert "0 of 2 slots" in now
+    assert text.count("slot-idle") == 2
 
 
 def test_where_a_running_command_is(bus: CommandBus, running: threading.Event, serve: Serve) -> None:

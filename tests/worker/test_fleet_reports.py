@@ -9,7 +9,15 @@ from typing import Any
 import psycopg
 import pytest
 
-from commandbus import AsyncCommandBus, CommandBus, CommandNotFoundError, HandlerRegistry, InvalidOperationError
+from commandbus import (
+    AsyncCommandBus,
+    CommandBus,
+    CommandNotFoundError,
+    HandlerRegistry,
+    InvalidOperationError,
+    Saga,
+    step,
+)
 from commandbus.db.drivers import run
 from commandbus.flow.workers.figures import add_figures
 from commandbus.model.minute_figures import BUCKETS
@@ -52,6 +60,23 @@ def test_a_watched_worker_shows_what_its_slots_run(
     assert shown.memory_mb is not None
     go_on.set()
     until(lambda: [item for item in bus.watch_slots() if not item.slots])
+
+
+def test_no_slot_is_free_while_commands_take_all(
+    handlers: HandlerRegistry, bus: CommandBus, go_on: threading.Event, start_worker: StartWorker
+) -> None:
+    begun = blocking(handlers, go_on)
+    handlers.register_process(Saga("trip", step("wait", "orders")))
+    bus.create_domain("processes")
+    worker = start_worker(handlers, concurrency=1)
+    runtime = worker._runtime
+    assert runtime is not None
+    assert runtime.dispatcher.routed == ["processes"], "it has slots for messages of processes, too"
+    assert runtime.dispatcher.free_slots == 1
+    bus.send("orders", "wait", {})
+    assert begun.wait(30)
+    assert runtime.dispatcher.free_slots == 0
+    go_on.set()
 
 
 def test_nobody_watches_and_nothing_is_written(

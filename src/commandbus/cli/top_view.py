@@ -135,8 +135,7 @@ def _slots(view: WorkerView) -> list[SlotRow]:
         rows.append(SlotRow(view.info.id, ("busy", f"{view.slots.left_out} more", "", "", "", worker), ()))
     if view.slots.idle:
         text = f"{counted(view.slots.idle, 'slot')}"
-        sign = "paused" if view.info.state == "PAUSED" else "idle"
-        rows.append(SlotRow(view.info.id, (sign, text, "", "", "", worker), _worker_details(view)))
+        rows.append(SlotRow(view.info.id, (view.rest, text, "", "", "", worker), _worker_details(view)))
     return rows
 
 
@@ -147,9 +146,10 @@ def _slot(slot: SlotInfo, worker: str, view: WorkerView) -> SlotRow:
         sign, escaped(f"{slot.domain}/{slot.command_type}") + chunk, escaped(slot.command_id), _time(slot.seconds),
         _share(slot), worker,
     )  # fmt: skip
+    kind = "for processes" if slot.kind == "messages" else slot.kind
     details = (
         f"{escaped(slot.domain)}/{escaped(slot.command_type)} {escaped(slot.command_id)}, attempt {slot.attempt}",
-        f"{slot.phase.lower()} for {_time(slot.seconds)} ({slot.kind}), may take {_time(slot.timeout_seconds)}",
+        f"{slot.phase.lower()} for {_time(slot.seconds)} ({kind}), may take {_time(slot.timeout_seconds)}",
         *([escaped(slot.reason)] if slot.reason else []),
         *_worker_details(view),
     )

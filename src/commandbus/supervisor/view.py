@@ -148,7 +148,7 @@ def metrics(view: View, counts: AttemptCounts = NOTHING) -> str:
                [Sample(health[level], {"health": word}) for level, word in enumerate(_WORDS)]),
         Metric("commandbus_running", GAUGE, "Attempts that run now.",
                [Sample(sum(worker.running for worker in view.workers))]),
-        Metric("commandbus_slots_free", GAUGE, "Slots of active workers in which nothing runs.", [Sample(free)]),
+        Metric("commandbus_slots_free", GAUGE, "Slots of active workers that commands can use.", [Sample(free)]),
         Metric("commandbus_settled_total", COUNTER, "Attempts settled by workers.", [Sample(view.settled)]),
         Metric("commandbus_stuck_total", COUNTER, "Attempts that did not stop within their grace.",
                [Sample(view.stuck)]),

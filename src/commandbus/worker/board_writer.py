@@ -67,7 +67,7 @@ class BoardWriter:
         state: State,
         settled: int,
         claimed: int,
-        slots: int,
+        free: int,
         stuck: int,
         claimless: float,
     ) -> None:
@@ -81,7 +81,7 @@ class BoardWriter:
             running=len(self._running),
             settled=settled,
             claimed=claimed,
-            free=max(0, slots - len(self._running)) if state is State.ACTIVE else 0,
+            free=free if state is State.ACTIVE else 0,
             stuck=stuck,
             rss_mb=self._memory,
             claimless=int(claimless),

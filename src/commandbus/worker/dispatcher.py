@@ -118,14 +118,14 @@ class Dispatcher:
         self.routed = routed_domains(spec)
         self.budget = ConcurrencyBudget(settings.concurrency, self._offer_room)
         self._router_budget = ConcurrencyBudget(router_slots(spec))
-        first = settings.concurrency
+        self._first_router_slot = 2 * settings.concurrency
         self._slots = Slots(self.budget, self._run, name=spec.id, on_thread=self._show_thread)
         self._router = Slots(
             self._router_budget,
             self._run,
             name=f"{spec.id}-router",
             on_thread=self._show_thread,
-            first=2 * first,
+            first=self._first_router_slot,
         )
         self.loop: AsyncSlots | None = None
         self._making_loop = threading.Lock()
@@ -186,9 +186,13 @@ class Dispatcher:
     # --- room -------------------------------------------------------------------------------------------------
 
     @property
-    def total_slots(self) -> int:
-        """How many attempts can run at once, messages of processes included."""
-        return self.budget.total + self._router_budget.total
+    def free_slots(self) -> int:
+        """How many slots commands can use now. Those for messages of processes are none of them."""
+        return max(0, self.budget.total - self.budget.taken)
+
+    def is_for_messages(self, slot: int) -> bool:
+        """Is this one of the slots that only messages of processes use?"""
+        return slot >= self._first_router_slot
 
     @property
     def waiting(self) -> int:

@@ -148,7 +148,7 @@ class WorkerRuntime:
         self._adopter = Adopter(settings, spec.id, on_error=spec.fail, name=spec.id)
         self._waits = WaitTimes(spec.domains)
         self._claimer = self._make_claimer()
-        self._views = SlotViews(settings, self.attempts, lambda: self.dispatcher.total_slots)
+        self._views = SlotViews(settings, self.attempts, self.dispatcher.is_for_messages)
         self._threads: list[DatabaseService] = []
         self._scheduling = SchedulerOnDemand(spec, settings, self._threads)
         self._key_releasing = KeyReleaserOnDemand(spec, settings, self._threads)
@@ -636,7 +636,7 @@ class WorkerRuntime:
                 state=self.shown_state,
                 settled=self._settled_count,
                 claimed=self._claimer.claimed,
-                slots=self.dispatcher.total_slots - len(self.attempts.starting),
+                free=self.dispatcher.free_slots,
                 stuck=self.stuck,
                 claimless=self._service_watch.claimless_seconds,
             )

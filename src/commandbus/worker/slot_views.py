@@ -29,10 +29,12 @@ _LONGEST_TEXT: Final = 300
 class SlotViews:
     """The slots of one worker."""
 
-    def __init__(self, settings: Settings, attempts: AttemptRegistry, size: Callable[[], int]) -> None:
+    def __init__(
+        self, settings: Settings, attempts: AttemptRegistry, is_for_messages: Callable[[int], bool]
+    ) -> None:
         self._settings = settings
         self._attempts = attempts
-        self._size = size
+        self._is_for_messages = is_for_messages
         self._hanging: deque[tuple[threading.Thread, Attempt, float, str]] = deque(maxlen=MOST_HANGING)
 
     def note_stuck(self, attempt: Attempt, slot: Slot | AsyncSlot) -> None:
@@ -54,7 +56,7 @@ class SlotViews:
         found.sort(key=_urgency)
         shown = sorted(found[:MOST_SLOTS], key=lambda slot: (slot["phase"] != "STUCK", slot["index"]))
         return {
-            "size": self._size(),
+            "size": self._settings.concurrency,
             "slots": shown,
             "left_out": len(found) - len(shown),
             "memory_mb": round(resident_megabytes(), 1),
@@ -77,7 +79,9 @@ class SlotViews:
         found["seconds"] = round(max(0.0, now - attempt.started_at), 3)
         if attempt.deadline_at != NEVER:
             found["timeout_seconds"] = round(attempt.deadline_at - attempt.started_at, 3)
-        if attempt.child is not None:
+        if self._is_for_messages(slot.index):
+            found["kind"] = "messages"
+        elif attempt.child is not None:
             found["kind"] = "process"
         elif isinstance(slot, AsyncSlot):
             found["kind"] = "async"

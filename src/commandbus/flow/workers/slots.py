@@ -27,10 +27,11 @@ MOST_WORKERS: Final = 500
 class SlotInfo:
     """What one slot runs.
 
-    `phase` is RUNNING; STARTING (it waits for a child process); STOPPING (it was asked to stop, for `reason`, and
-    has `grace_seconds` left); or STUCK (it was given up, and its thread still hangs there). `seconds` is how long
-    it has been running, and `timeout_seconds` how long it may; None if it has no deadline. `kind` is 'thread',
-    'async' or 'process'. `commands` is more than 1 if a chunk runs there; the command is then its first.
+    `phase` is RUNNING; STARTING (it waits for a child process); STOPPING (it was asked to stop, for `reason`,
+    and has `grace_seconds` left); or STUCK (it was given up, and its thread still hangs there). `seconds` is how
+    long it has been running, and `timeout_seconds` how long it may; None if it has no deadline. `kind` is
+    'thread', 'async', 'process', or 'messages': a slot that only messages of processes use. `commands` is more
+    than 1 if a chunk runs there; the command is then its first.
     """
 
     index: int
@@ -56,9 +57,10 @@ class SlotInfo:
 
 @dataclass(frozen=True, slots=True)
 class WorkerSlots:
-    """What the slots of a worker ran `age_seconds` ago. `size` is how many attempts it runs at once. `left_out`
-    slots are busy and not listed, because there are too many. `memory_mb` is what its process uses, and it is
-    replaced at `max_memory_mb`, or after `max_messages` (None: never)."""
+    """What the slots of a worker ran `age_seconds` ago. `size` is how many commands it runs at once; slots for
+    messages of processes are not in it, and are listed only while they run something. `left_out` slots are busy
+    and not listed, because there are too many. `memory_mb` is what its process uses, and it is replaced at
+    `max_memory_mb`, or after `max_messages` (None: never)."""
 
     worker: str
     taken_at: datetime
@@ -72,9 +74,13 @@ class WorkerSlots:
 
     @property
     def idle(self) -> int:
-        """How many slots run nothing. Those that are stuck have been replaced, and do not count."""
-        busy = sum(slot.phase != "STUCK" for slot in self.slots) + self.left_out
-        return max(0, self.size - busy)
+        """How many slots for commands run nothing."""
+        return max(0, self.size - self.busy)
+
+    @property
+    def busy(self) -> int:
+        """How many slots for commands run something. Those that are stuck have been replaced, and do not count."""
+        return sum(slot.phase != "STUCK" and slot.kind != "messages" for slot in self.slots) + self.left_out
 
 
 @operation(atomic=False)

@@ -34,8 +34,18 @@ class WorkerView:
 
     @property
     def size(self) -> int:
-        """How many slots it has, with those for messages of processes, if it has said so."""
+        """How many slots it has for commands."""
         return self.info.concurrency if self.slots is None else self.slots.size
+
+    @property
+    def busy(self) -> int:
+        """How many of them run something. Until its slots are known, messages of processes count, too."""
+        return min(self.info.running, self.size) if self.slots is None else self.slots.busy
+
+    @property
+    def rest(self) -> str:
+        """What its free slots are called: idle only if the worker takes commands."""
+        return "idle" if self.info.state == "ACTIVE" else self.info.state.lower()
 
     @property
     def stuck(self) -> int:
