@@ -142,6 +142,14 @@ def test_it_says_what_it_is_for_people() -> None:
     assert limit_state.explain("docai") == "429 from docai, step 2 of the back-off"
 
 
+def test_a_limit_that_is_probing_does_not_say_that_its_breaker_is_open() -> None:
+    limit_state = LimitState(breaker_open=True, open_reason="5 bad answers in a row")
+    assert limit_state.explain("docai") == "the breaker of docai is open: 5 bad answers in a row"
+    assert (
+        limit_state.explain("docai", is_probing=True) == "the breaker of docai was opened: 5 bad answers in a row"
+    )
+
+
 # --- breaker ---------------------------------------------------------------------------------------------------
 
 

@@ -65,6 +65,11 @@ def test_who_holds_since_when_who_waits_and_what_happened(bus: CommandBus, busy:
     (event,) = bus.limit_detail("docai").backoffs
     assert (event.answer, event.step, event.breaker_open) == ("rate_limited", 1, False)
     assert 300 < event.seconds <= 900
+    until(lambda: len(bus.limit_detail("docai").line) == 3)
+    notes = {item.note for item in bus.limit_detail("docai").line}
+    assert notes == {"429 <b>slow</b> down, step 1 of the back-off"}, (
+        "as it is now, not as it was when they were parked"
+    )
     after = visit.get("/limit", name="docai").text
     assert after.count("Blocked for") == 1
     assert "for about" not in after, "how long it is blocked is said once"

@@ -100,10 +100,10 @@ class LimitState:
         kept = self.vain if caller in self.vain or len(self.vain) < MOST_VAIN else {}
         return replace(self, probe=None, probe_until=None, vain={**kept, caller: kept.get(caller, 0) + 1})
 
-    def explain(self, name: str) -> str:
-        """Why the limit is blocked, for people."""
+    def explain(self, name: str, *, is_probing: bool = False) -> str:
+        """Why the limit is blocked, for people; or why it was, if probes find out whether that is over."""
         if self.breaker_open:
-            return f"the breaker of {name} is open: {self.open_reason}"
+            return f"the breaker of {name} {'was opened' if is_probing else 'is open'}: {self.open_reason}"
         return f"{self.reason or f'429 from {name}'}, step {self.step} of the back-off"
 
 

@@ -9,7 +9,7 @@ from typing import Final
 
 from commandbus import sql
 from commandbus.flow.limits.declare import LimitRow, get_limit
-from commandbus.flow.limits.inspect import ControlAction, LimitInfo, estimate, list_actions
+from commandbus.flow.limits.inspect import ControlAction, LimitInfo, estimate, list_actions, why_none
 from commandbus.flow.operation import Statement, Steps, operation
 from commandbus.model.limit import PermitUsage
 from commandbus.model.limit_state import caller_of
@@ -141,7 +141,7 @@ def _line(row: LimitRow, usage: PermitUsage) -> Steps[list[InLimitLine]]:
             command_type if domain else None,
             None if domain else command_type,
             since,
-            note,
+            why_none(row) if domain else note,
             estimate(row, usage, ahead, is_waiting=True).seconds,
         )
         for ahead, (domain, command_id, command_type, since, note) in enumerate(rows)

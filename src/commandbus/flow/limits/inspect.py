@@ -215,7 +215,11 @@ def why_none(row: LimitRow) -> str:
     limit_state = row.limit_state
     if limit_state.blocked_until(row.now) is not None:
         return limit_state.explain(row.name)
-    return f"{limit_state.explain(row.name)}; {PROBING}" if limit_state.is_probing else full(row)
+    return _probing(row) if limit_state.is_probing else full(row)
+
+
+def _probing(row: LimitRow) -> str:
+    return f"{row.limit_state.explain(row.name, is_probing=True)}; {PROBING}"
 
 
 def full(row: LimitRow) -> str:
@@ -240,8 +244,7 @@ def describe(row: LimitRow, usage: PermitUsage, waiting: Waiting) -> LimitInfo:
         if usage.blocked_seconds is not None:
             state, left, closed = "JOINING", usage.blocked_seconds, row.now + usage.blocked_seconds
     if state != "AVAILABLE" and closed is None:
-        state = "PROBING"
-        text += f"; {PROBING}"
+        state, text = "PROBING", _probing(row)
     if usage.why_unknown is not None:
         text += f"; use unknown: {usage.why_unknown}"
     until = None if left is None or closed is None else datetime.fromtimestamp(closed, UTC)
@@ -307,7 +310,7 @@ def estimate(row: LimitRow, usage: PermitUsage, ahead: int, *, is_waiting: bool)
     flow = usage.flow if usage.flow is not None and usage.flow >= SLOWEST_FLOW else None
     rates = [rate for rate in (flow, row.per_second) if rate]
     rate = min(rates) if rates else None
-    why = limit_state.explain(row.name) if limit_state.is_probing else f"{ahead} ahead at {row.name}"
+    why = why_none(row) if limit_state.is_probing else f"{ahead} ahead at {row.name}"
     if rate is None and usage.why_unknown is not None and not backoff and not ahead:
         return Estimate(row.name, None, 0.0, 0, None, usage.why_unknown)
     if rate is None:
