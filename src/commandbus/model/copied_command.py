@@ -4,7 +4,7 @@ ASCII, whatever the command holds."""
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Final
 
 from commandbus.model.command import CommandRecord
@@ -64,9 +64,14 @@ def _options(record: CommandRecord) -> dict[str, str | int]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def _leaves(value: object) -> list[object]:
-    if isinstance(value, Mapping):
-        return [leaf for item in value.values() for leaf in _leaves(item)]
-    if isinstance(value, list):
-        return [leaf for item in value for leaf in _leaves(item)]
-    return [value]
+def _leaves(value: object) -> Iterator[object]:
+    """However deep it is nested: a stack of our own has no limit."""
+    left = [value]
+    while left:
+        found = left.pop()
+        if isinstance(found, Mapping):
+            left += found.values()
+        elif isinstance(found, list):
+            left += found
+        else:
+            yield found
