@@ -23,7 +23,7 @@ from commandbus.processes.manager import ProcessView
 
 
 def cancel_process(domain: str, process_id: str, what: operate.OperatorAction) -> Plan[ProcessStatus]:
-    """Cancel a process: its outstanding commands are canceled, its steps that have an undo are undone, it ends CANCELED.
+    """Cancel a process: its outstanding commands are canceled, and its steps are undone that have an undo.
 
     First the request is written. No step is sent after that: a move that has begun is refused and done again. Then
     the commands are canceled, each in its own transaction. If this was interrupted, a second request continues
