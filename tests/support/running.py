@@ -39,6 +39,7 @@ LONGEST_TEST_SECONDS = 240.0
 MOST_COMPUTING = 5  # test workers that begin a test whenever they have one
 IDLE_LOOK_SECONDS = 0.25
 IDLE_SHARE = 0.2  # of all processors together: two fifths of one, where there are two
+MOST_IDLE_LOOKS = 40  # then a test begins anyway: others may use the machine for as long as they like
 MEMORY = Path("/dev/shm")  # a file system in memory, on every Linux
 MEMORY_BYTES = 6 << 30
 _GROUPS_FILE = "groups.json"
@@ -281,7 +282,8 @@ def in_company(item: pytest.Item) -> Iterator[None]:
 
 @contextmanager
 def idle_processor(item: pytest.Item) -> Iterator[None]:
-    """A test worker beyond `MOST_COMPUTING` begins a test that computes only while a processor is idle.
+    """A test worker beyond `MOST_COMPUTING` begins a test that computes when a processor is idle, or after ten
+    seconds.
 
     One of them looks at a time, so that the next one sees what this one's test uses.
     """
@@ -289,8 +291,9 @@ def idle_processor(item: pytest.Item) -> Iterator[None]:
     if rank >= MOST_COMPUTING and not item.get_closest_marker("waits"):
         with (run_folder(item.config) / "idle.lock").open("a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            while _idle_share(IDLE_LOOK_SECONDS) < IDLE_SHARE:
-                pass
+            for _ in range(MOST_IDLE_LOOKS):
+                if _idle_share(IDLE_LOOK_SECONDS) >= IDLE_SHARE:
+                    break
     yield
 
 
