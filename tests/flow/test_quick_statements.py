@@ -18,6 +18,14 @@ Db = psycopg.Connection[Any]
 USES = quick_statements.USES_BEFORE + 3
 
 
+@pytest.fixture
+def bus(connect: Callable[..., Bus], database: str) -> Bus:
+    """With one connection. On a busy machine a pool that waits for its first one opens another."""
+    made = connect(None, settings=Settings(database_url=database, pool_max_size=1))
+    made.url = database
+    return made
+
+
 def _prepared(bus: Bus) -> list[str]:
     """The domains for which the session of a bus with one connection has prepared a send itself."""
 

@@ -168,7 +168,7 @@ def test_one_that_blocks_the_loop_is_given_up_with_it(
             await asyncio.sleep(30)
         return "done"
 
-    handlers.register("orders", "block", returning(block), timeout=0.4)
+    handlers.register("orders", "block", returning(block), timeout=2.0)  # a busy machine needs a while to begin it
     handlers.register("orders", "bystander", returning(bystander), timeout=20)
     bus.send("orders", "bystander", command_id="b", max_attempts=1)
     start_worker(handlers, cancel_grace=0.4, concurrency=2)
