@@ -530,7 +530,11 @@ class Dispatcher:
         if not isinstance(slot, Slot):  # it was given up, and judged then
             close_awaitable(awaitable)
             return None, None
-        return self._need_loop().run_guest(attempt, slot, awaitable)
+        try:
+            return self._need_loop().run_guest(attempt, slot, awaitable)
+        except ExhaustedError:
+            close_awaitable(awaitable)  # no loop has begun it
+            raise
 
     def _need_loop(self) -> AsyncSlots:
         """The slots of async handlers; a worker without such handlers gets them when it first needs their loop."""
