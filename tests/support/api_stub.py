@@ -121,12 +121,15 @@ class ApiStub:
         for task in others:
             task.cancel()
         await asyncio.gather(*others, return_exceptions=True)
+        await asyncio.sleep(0)  # in which what they have closed is gone
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
-            head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
-            await self._call(head.split(" ", 2)[1], reader, writer)
-        writer.close()
+        try:
+            with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+                head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
+                await self._call(head.split(" ", 2)[1], reader, writer)
+        finally:
+            writer.close()
 
     async def _call(self, target: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         asked = {key: values[-1] for key, values in parse_qs(urlsplit(target).query).items()}
