@@ -277,10 +277,21 @@ def has_orders() -> str:
 @pytest.fixture
 def database(request: pytest.FixtureRequest, has_orders: str) -> Iterator[str]:
     """The address of a database with the schema of commandbus in it, and nothing else; but see `has_orders`."""
-    source = "databases_with_orders" if has_orders in request.fixturenames else "databases"
-    databases: Databases = request.getfixturevalue(source)
-    with databases.lend() as address:
+    with _source(request, has_orders).lend() as address:
         yield address
+
+
+@pytest.fixture
+def db(request: pytest.FixtureRequest, database: str, has_orders: str) -> Iterator[psycopg.Connection[Any]]:
+    """A connection in autocommit mode that looks at the tables of `database`."""
+    with _source(request, has_orders).looking(database) as connection:
+        yield connection
+
+
+def _source(request: pytest.FixtureRequest, has_orders: str) -> Databases:
+    source = "databases_with_orders" if has_orders in request.fixturenames else "databases"
+    found: Databases = request.getfixturevalue(source)
+    return found
 
 
 @pytest.fixture(scope="session")

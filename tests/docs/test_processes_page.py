@@ -87,12 +87,6 @@ class Shop:
 
 
 @pytest.fixture
-def db(database: str) -> Iterator[psycopg.Connection[Any]]:
-    with psycopg.connect(database, autocommit=True) as conn:
-        yield conn
-
-
-@pytest.fixture
 def shop(database: str, db: psycopg.Connection[Any]) -> Iterator[Shop]:
     db.execute("CREATE TABLE orders (order_no int)")
     db.execute("CREATE TABLE ledger (order_no int, amount int)")

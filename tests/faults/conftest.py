@@ -20,7 +20,6 @@ from commandbus.db.embedded import EmbeddedPostgres
 from support.network import Proxy
 from support.workers import quick_settings
 
-LEDGER = "CREATE TABLE ledger (kind text, command_id text, attempt integer)"
 Process = subprocess.Popen[bytes]
 
 
@@ -38,11 +37,16 @@ def bus(database: str) -> Iterator[CommandBus]:
 
 
 @pytest.fixture
-def db(database: str) -> Iterator[psycopg.Connection[Any]]:
-    """A plain connection in autocommit mode, and the ledger that handlers write."""
-    with psycopg.connect(database, autocommit=True) as conn:
-        conn.execute(LEDGER)
-        yield conn
+def ledger() -> str:
+    """The statement that makes the table `ledger`, which handlers write."""
+    return "CREATE TABLE ledger (kind text, command_id text, attempt integer)"
+
+
+@pytest.fixture
+def db(db: psycopg.Connection[Any], ledger: str) -> psycopg.Connection[Any]:
+    """A connection in autocommit mode, and the ledger."""
+    db.execute(ledger.encode())
+    return db
 
 
 @pytest.fixture

@@ -41,10 +41,8 @@ def bus(database: str) -> Iterator[CommandBus]:
 
 
 @pytest.fixture
-def db(database: str) -> Iterator[Db]:
-    with psycopg.connect(database, autocommit=True) as conn:
-        conn.execute(LEDGER.encode())
-        yield conn
+def ledger() -> str:
+    return LEDGER
 
 
 @pytest.fixture

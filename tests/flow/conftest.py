@@ -78,13 +78,6 @@ def orders(bus: Bus) -> Bus:
 
 
 @pytest.fixture
-def db(database: str) -> Iterator[psycopg.Connection[Any]]:
-    """A plain connection in autocommit mode."""
-    with psycopg.connect(database, autocommit=True) as conn:
-        yield conn
-
-
-@pytest.fixture
 def prefix(orders: Bus) -> Iterator[str]:
     """A prefix of roles that are gone after the test: roles belong to the server, not to the database."""
     name = f"r_{orders.url.rsplit('/', 1)[1]}"

@@ -27,12 +27,6 @@ def bus(database: str) -> Iterator[CommandBus]:
         yield bus
 
 
-@pytest.fixture
-def db(database: str) -> Iterator[Db]:
-    with psycopg.connect(database, autocommit=True) as conn:
-        yield conn
-
-
 def claimed(db: Db, bus: CommandBus, *command_ids: str) -> list[Fence]:
     for command_id in command_ids:
         bus.send("orders", "pay", command_id=command_id)

@@ -41,12 +41,6 @@ def bus(database: str) -> Iterator[CommandBus]:
         yield bus
 
 
-@pytest.fixture
-def db(database: str) -> Iterator[psycopg.Connection[Any]]:
-    with psycopg.connect(database, autocommit=True) as conn:
-        yield conn
-
-
 @pytest.fixture(params=["sync", "async"])
 def caller(request: pytest.FixtureRequest, database: str, bus: CommandBus) -> Iterator[Caller]:
     with caller_of(request.param, database) as caller:

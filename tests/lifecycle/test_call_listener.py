@@ -41,12 +41,6 @@ def bus(database: str) -> Iterator[CommandBus]:
         yield bus
 
 
-@pytest.fixture
-def db(database: str) -> Iterator[psycopg.Connection[Any]]:
-    with psycopg.connect(database, autocommit=True) as conn:
-        yield conn
-
-
 @pytest.fixture(params=["sync", "async"])
 def driver(request: pytest.FixtureRequest) -> str:
     return str(request.param)

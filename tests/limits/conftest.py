@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import psycopg
 import pytest
 from limits_harness import QUICK, Client, Maker, declare_limit
 
@@ -18,13 +17,6 @@ from commandbus.limits.limit_connection import LimitConnection
 from commandbus.limits.stores.postgres import PostgresPermitStore
 from commandbus.limits.stores.redis.store import RedisPermitStore
 from support.redis_server import RedisServer
-
-
-@pytest.fixture
-def db(database: str) -> Iterator[psycopg.Connection[Any]]:
-    """A plain connection in autocommit mode."""
-    with psycopg.connect(database, autocommit=True) as conn:
-        yield conn
 
 
 @pytest.fixture

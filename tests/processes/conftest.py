@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
-import psycopg
 import pytest
 
 from commandbus import CommandBus
@@ -17,10 +15,3 @@ def bus(database: str) -> Iterator[CommandBus]:
         for domain in ("orders", "processes"):
             bus.create_domain(domain)
         yield bus
-
-
-@pytest.fixture
-def db(database: str) -> Iterator[psycopg.Connection[Any]]:
-    """A plain connection in autocommit mode."""
-    with psycopg.connect(database, autocommit=True) as conn:
-        yield conn

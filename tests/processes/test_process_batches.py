@@ -34,6 +34,7 @@ from commandbus.model.retry import RetryPolicy
 from commandbus.worker.execution.attempt import Attempt
 from commandbus.worker.process_messages import handler_of
 from support.by_hand import Harness
+from support.databases import another_session
 from support.sagas import Lab
 from support.waiting import one, until
 from support.workers import quick_settings
@@ -87,7 +88,7 @@ def up_to_the_last_message(bus: CommandBus, harness: Harness) -> tuple[int, Atte
 def test_who_folds_waits_for_who_is_folding(bus: CommandBus, db: Db, harness: Harness) -> None:
     """The process ends whoever holds its batch, and the batch with it as soon as that one is done."""
     _, last = up_to_the_last_message(bus, harness)
-    with psycopg.connect(db.info.dsn) as conn:
+    with another_session(db) as conn:
         conn.execute("SELECT FROM commandbus.batch FOR NO KEY UPDATE")
         thread = threading.Thread(target=harness.handle, args=(handler_of(ONE), "w", last))
         thread.start()
@@ -102,7 +103,7 @@ def test_who_folds_waits_for_who_is_folding(bus: CommandBus, db: Db, harness: Ha
 
 def test_a_batch_that_stays_locked_is_left_to_the_sweep(bus: CommandBus, db: Db, harness: Harness) -> None:
     id_, last = up_to_the_last_message(bus, harness)
-    with psycopg.connect(db.info.dsn) as conn:
+    with another_session(db) as conn:
         conn.execute("SELECT FROM commandbus.batch FOR NO KEY UPDATE")
         harness.handle(handler_of(ONE), "w", last)
         assert one(db, "SELECT status FROM commandbus.process") == "COMPLETED"
@@ -133,7 +134,7 @@ def test_many_batches_of_processes_end_without_a_sweep(
 def test_a_sweep_leaves_processes_to_who_is_cancelling_them(bus: CommandBus, db: Db) -> None:
     bus.create_process_batch(ONE, [{"data": {}}] * 3, batch_id="b")
     canceling: Canceling = bus.run(mark("processes", "b", CANCEL))
-    with psycopg.connect(db.info.dsn) as conn:
+    with another_session(db) as conn:
         plan = batch_operate.cancel_processes(canceling, is_sweep=False)
         bus.run(next(plan), conn)
         assert bus.follow(resume(canceling)) == Canceled(canceled=0, requested=0)
@@ -257,7 +258,7 @@ def test_a_member_is_retried_while_somebody_changes_its_batch(bus: CommandBus, d
         "SELECT count(*) FROM pg_stat_activity "
         "WHERE datname = current_database() AND %s = ANY (pg_blocking_pids(pid))"
     )
-    with psycopg.connect(db.info.dsn) as conn, ThreadPoolExecutor(1) as pool:
+    with another_session(db) as conn, ThreadPoolExecutor(1) as pool:
         conn.execute("UPDATE commandbus.batch SET name = 'another'")
         retry = pool.submit(bus.retry_process, "processes", "bad", operator="bob")
         until(lambda: one(db, blocked, conn.info.backend_pid) == 1)

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import psycopg
 import pytest
 
 from commandbus import CommandBus
@@ -120,13 +119,6 @@ def bus(database: str) -> Iterator[CommandBus]:
     with CommandBus(database) as bus:
         bus.create_domain("orders")
         yield bus
-
-
-@pytest.fixture
-def db(database: str) -> Iterator[psycopg.Connection[Any]]:
-    """A plain connection in autocommit mode."""
-    with psycopg.connect(database, autocommit=True) as conn:
-        yield conn
 
 
 @pytest.fixture

@@ -5,8 +5,9 @@ as much as the rest of a small test. The next test gets it under a new name, so 
 test left behind can connect again, with every other session ended and every row gone. Whatever else a test changed
 (a trigger, a grant, a setting) shows in the fingerprint; such a database is dropped, and a new copy is made.
 
-The session that empties a database stays in it, idle: a new one would read the catalogs anew, which takes four
-times as long as the work. If a test ends that session, too, the next one gets a new one.
+The session that empties a database stays in it: a new one would read the catalogs anew, which takes four times as
+long as the work. A test looks at the tables in this session, too (`looking`), by a connection that is new to it.
+If a test ends that session, the next one gets a new one.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 
 import psycopg
 from psycopg import sql
+from psycopg.pq import TransactionStatus
 
 # Few rows are deleted: a TRUNCATE makes new files for a table and each of its indexes, which takes much longer.
 # Foreign keys and triggers have no say meanwhile.
@@ -29,6 +31,8 @@ DECLARE
     queues text;
 BEGIN
     SET LOCAL session_replication_role = replica;
+    SET LOCAL client_min_messages = warning;
+    SET LOCAL lock_timeout = '5s';
     -- pgmq.drop_queue would do so in three times the time.
     SELECT string_agg(format('pgmq.%I, pgmq.%I', 'q_' || lower(queue_name), 'a_' || lower(queue_name)), ', ')
       INTO queues FROM pgmq.meta WHERE queue_name <> ALL ({queues});
@@ -112,8 +116,10 @@ class Databases:
         self._empty = _EMPTY.replace("{domains}", _array(domains)).replace("{queues}", _array(queues))
         self._admin = psycopg.connect(server, autocommit=True)
         self._admin.execute("SET allow_system_table_mods = on")
-        self._sweeper: psycopg.Connection[Any] | None = None  # the session in the used database
+        self._sweeper: psycopg.Connection[Any] | None = None
+        self._swept = ""  # the database in which the sweeper's session is
         self._used: str | None = None
+        self._lent: str | None = None
         self._fingerprint: str | None = None
 
     @contextmanager
@@ -123,10 +129,28 @@ class Databases:
         name = f"test_{uuid.uuid4().hex[:12]}"
         if not (used and self._take_used(name)):
             self._run("CREATE DATABASE {} TEMPLATE {}", name, self._template)
+        self._lent = name
         try:
             yield self._address(name)
         finally:
+            self._lent = None
             self._take_back(name)
+
+    @contextmanager
+    def looking(self, address: str) -> Iterator[psycopg.Connection[Any]]:
+        """A connection in autocommit mode to the database at this address."""
+        name = address.rpartition("/")[2]
+        is_lent = name == self._lent and address == self._address(name)
+        if not is_lent or (self._sweeper is not None and self._swept != name):
+            with psycopg.connect(address, autocommit=True) as connection:
+                yield connection
+            return
+        connection = psycopg.Connection(self._session_in(name).pgconn)
+        connection.autocommit = True
+        try:
+            yield connection
+        finally:
+            _forget(connection)
 
     def close(self) -> None:
         """Drop what is left."""
@@ -154,21 +178,22 @@ class Databases:
         return False
 
     def _is_as_new(self, name: str) -> bool:
+        self._swept = name
         sweeper = self._session_in(name)
         self._admin.execute(_END_SESSIONS, [name, sweeper.info.backend_pid])
         sweeper.execute(self._empty.encode())
         return _one(sweeper, _FINGERPRINT) == self._expected()
 
     def _session_in(self, name: str) -> psycopg.Connection[Any]:
-        """The session that stays in the used database, if it is alive; else a new one."""
+        """The session that stays in the database, if it is alive; else a new one."""
         if self._sweeper is not None:
             with suppress(psycopg.Error):
                 self._sweeper.execute("SELECT")
                 return self._sweeper
             self._sweeper.close()
         self._sweeper = psycopg.connect(self._address(name), autocommit=True, application_name="tests")
-        self._sweeper.execute("SET client_min_messages = warning")
-        self._sweeper.execute("SET lock_timeout = '5s'")
+        self._sweeper.prepare_threshold = None  # a test's connection gives its statements the same names
+        self._swept = name
         return self._sweeper
 
     def _drop(self, name: str) -> None:
@@ -192,6 +217,29 @@ class Databases:
 
     def _address(self, name: str) -> str:
         return f"{self._server}/{name}"
+
+
+def _forget(connection: psycopg.Connection[Any]) -> None:
+    """The session forgets what the test has done in it, and ends if it cannot. The connection loses it, or would
+    close it at its own end."""
+    pgconn = connection.pgconn
+    try:
+        if connection.info.transaction_status != TransactionStatus.IDLE:
+            connection.rollback()
+        connection.execute("DISCARD ALL", prepare=False)
+        while pgconn.notifies():
+            pass
+    except psycopg.Error:
+        connection.close()
+    del connection.pgconn
+
+
+@contextmanager
+def another_session(db: psycopg.Connection[Any]) -> Iterator[psycopg.Connection[Any]]:
+    """Beside one that is there, in the same database: that has a new name since the session began. Unlike the
+    first, it is in a transaction from its first statement on."""
+    with psycopg.connect(db.info.dsn, dbname=_one(db, "SELECT current_database()")) as connection:
+        yield connection
 
 
 def _array(names: Sequence[str]) -> str:

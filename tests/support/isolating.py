@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import closing
 from typing import Any
 
 import psycopg
@@ -27,6 +26,7 @@ from commandbus.worker.health import HealthStatus
 from commandbus.worker.isolation.child_process import ChildProcess
 from commandbus.worker.isolation.isolation import Isolation
 from commandbus.worker.limits import LimitedWork
+from support.databases import another_session
 
 WORKER = "test-worker"
 MakeLab = Callable[..., "Lab"]
@@ -222,7 +222,7 @@ class Lab:
         self.progress.append(text)
 
     def _terminate(self, borrowed: list[Borrowed]) -> None:
-        with closing(psycopg.connect(self.db.info.dsn, autocommit=True)) as conn:
+        with another_session(self.db) as conn:
             for one in borrowed:
                 conn.execute("SELECT pg_terminate_backend(%s, 5000)", (one.pid,))
                 self.terminated.append(one.pid)

@@ -7,7 +7,6 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import psycopg
 import pytest
 
 from commandbus import CommandBus, HandlerRegistry, RetryPolicy, Worker
@@ -27,13 +26,6 @@ def bus(database: str) -> Iterator[CommandBus]:
     """A bus on a migrated database with a domain `orders`."""
     with CommandBus(database) as bus:
         yield bus
-
-
-@pytest.fixture
-def db(database: str) -> Iterator[psycopg.Connection[Any]]:
-    """A plain connection in autocommit mode."""
-    with psycopg.connect(database, autocommit=True) as conn:
-        yield conn
 
 
 @pytest.fixture

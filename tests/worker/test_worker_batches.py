@@ -28,6 +28,7 @@ from commandbus.flow.commands import operate
 from commandbus.flow.commands.claim import claim
 from commandbus.flow.commands.settle import settle
 from commandbus.worker.execution.attempt import Attempt
+from support.databases import another_session
 from support.waiting import one, until
 from support.workers import add, done, either, opened, quick_settings
 
@@ -197,7 +198,7 @@ def test_a_batch_that_is_refused_delays_no_other(
     """Somebody's open transaction is about to use the command_id of its completion."""
     handlers.register("orders", "Ship", lambda ctx: None)
     completion = OnComplete("orders", "Done", command_id="mine")
-    with psycopg.connect(db.info.dsn) as conn:
+    with another_session(db) as conn:
         bus.send("orders", "Other", command_id="mine", conn=conn)
         start_worker(handlers)
         bus.create_batch("orders", [NewCommand("Ship")], batch_id="refused", on_complete=completion)
@@ -218,7 +219,7 @@ def test_a_batch_that_is_refused_stops_no_sweep(
     bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: Any
 ) -> None:
     handlers.register("orders", "Ship", lambda ctx: None)
-    with psycopg.connect(db.info.dsn) as conn:
+    with another_session(db) as conn:
         bus.send("orders", "Other", command_id="mine", conn=conn)
         _settled_by_nobody(bus, db, "refused", on_complete=OnComplete("orders", "Done", command_id="mine"))
         start_worker(handlers)
@@ -253,7 +254,7 @@ def test_a_batch_that_cannot_be_folded_keeps_nobody_from_settling(
     start_worker(handlers)
     bus.create_batch("orders", [NewCommand("Ship")] * 10, batch_id="b", is_open=True)
     until(lambda: one(db, "SELECT completed FROM commandbus.batch") == 10)
-    with psycopg.connect(db.info.dsn) as conn:
+    with another_session(db) as conn:
         conn.execute("SELECT FROM commandbus.batch FOR NO KEY UPDATE")
         bus.add_to_batch("orders", "b", [NewCommand("Ship")] * 10)
         until(lambda: one(db, "SELECT count(*) FROM commandbus.command WHERE status = 'COMPLETED'") == 20)
