@@ -133,6 +133,7 @@ def test_a_wake_file_whose_number_is_somebody_elses_is_made_anew() -> None:
 
 
 @pytest.mark.parametrize("closer", CLOSERS)
+@pytest.mark.long
 def test_a_worker_in_an_application_goes_on(
     bus: CommandBus,
     db: Db,

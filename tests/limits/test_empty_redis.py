@@ -130,6 +130,7 @@ def test_one_that_has_never_held_anything_is_not_waited_for(
     assert len(taken(other, limit, 2)) == 1
 
 
+@pytest.mark.long
 def test_never_above_the_limit_while_redis_is_emptied_again_and_again(
     start: Start, own_redis: RedisServer, database: str, db: Db
 ) -> None:

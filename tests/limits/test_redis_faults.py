@@ -521,6 +521,7 @@ FAULTS = [
 
 
 @pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.long
 def test_never_above_the_limit_on_the_way_there_and_back(
     start: Start, own_redis: RedisServer, proxies: list[Proxy], database: str, fault: str
 ) -> None:

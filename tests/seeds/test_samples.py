@@ -342,6 +342,7 @@ def test_poison_messages_go_to_the_tsq(
     assert bus.commands.list_in_tsq("orders")[0].command_id == "k"
 
 
+@pytest.mark.long
 def test_a_connection_that_the_server_ended_costs_nothing(
     pool: ConnectionPool[Any], bus: SyncCommandBus, database: str
 ) -> None:

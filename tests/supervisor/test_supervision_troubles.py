@@ -31,6 +31,7 @@ def errors_in(supervised: Supervised) -> list[str]:
     return [line for line in supervised.log.splitlines() if "WARNING commandbus.worker" not in line]
 
 
+@pytest.mark.long
 def test_a_worker_that_lives_on_does_not_make_others_start_in_a_storm(
     supervise: Supervise, impatient: Impatient, tasks: Path
 ) -> None:

@@ -1,4 +1,5 @@
-"""`./dev test --cpu`: which tests use how much CPU time, they and the processes that they waited for.
+"""`./dev test --cpu`: which tests use how much CPU time, they and the processes that they waited for; and which
+were the last to end, when processors had nothing to do.
 
 Each test worker writes a line per test into the run's folder; the controller adds them up at the end. The run's
 PostgreSQL works for all tests at once: its time is in the total alone. A fixture that is shared by several tests
@@ -10,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,6 +22,7 @@ import pytest
 
 VARIABLE = "COMMANDBUS_TEST_CPU"
 MOST_SHOWN = 25
+LAST_SHOWN = 15
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -29,26 +32,32 @@ def measured(item: pytest.Item, folder: Path) -> Iterator[None]:
     if not os.environ.get(VARIABLE):
         yield
         return
-    before = _used()
+    used, began = _used(), time.monotonic()
     yield
     with (folder / f"cpu-{os.getpid()}").open("a") as file:
-        print(json.dumps([item.nodeid, _used() - before]), file=file)
+        print(json.dumps([item.nodeid, _used() - used, began, time.monotonic()]), file=file)
 
 
 def show(reporter: Any, folder: Path) -> None:
-    """The total, and the functions that use most."""
+    """The total, the functions that use most, and the tests that were the last to end."""
     if not os.environ.get(VARIABLE):
         return
     by_function: Counter[str] = Counter()
+    tests = []
     for path in folder.glob("cpu-*"):
         for line in path.read_text().splitlines():
-            name, seconds = json.loads(line)
+            name, seconds, began, ended = json.loads(line)
             by_function[name.partition("[")[0]] += seconds
+            tests.append((ended, began, name))
     reporter.section("CPU time")
     reporter.line(f"{sum(by_function.values()):8.1f} s  tests, and processes that they waited for")
     reporter.line(f"{sum(map(_of_server, folder.glob('server/*/postmaster.pid'))):8.1f} s  the run's PostgreSQL")
     for name, seconds in by_function.most_common(MOST_SHOWN):
         reporter.line(f"{seconds:8.1f} s  {name}")
+    reporter.line("The last to end: how long before the end each began and ended")
+    last = sorted(tests)[-LAST_SHOWN:]
+    for ended, began, name in last:
+        reporter.line(f"{last[-1][0] - began:8.1f} s {last[-1][0] - ended:8.1f} s  {name}")
 
 
 def _used() -> float:

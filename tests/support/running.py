@@ -12,6 +12,7 @@ import functools
 import gc
 import itertools
 import json
+import math
 import os
 import shutil
 import signal
@@ -39,6 +40,7 @@ LONGEST_TEST_SECONDS = 240.0
 MOST_COMPUTING = 5  # test workers that begin a test whenever they have one
 IDLE_LOOK_SECONDS = 0.25
 IDLE_SHARE = 0.2  # of all processors together: two fifths of one, where there are two
+IDLE_LASTS_SECONDS = 2.0  # after a look, a test worker goes on for so long: many tests take less than a look
 MOST_IDLE_LOOKS = 40  # then a test begins anyway: others may use the machine for as long as they like
 MEMORY = Path("/dev/shm")  # a file system in memory, on every Linux
 MEMORY_BYTES = 6 << 30
@@ -288,13 +290,19 @@ def idle_processor(item: pytest.Item) -> Iterator[None]:
     One of them looks at a time, so that the next one sees what this one's test uses.
     """
     rank = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
-    if rank >= MOST_COMPUTING and not item.get_closest_marker("waits"):
+    looked_at = item.config.stash.get(_looked_at, -math.inf)
+    is_due = time.monotonic() > looked_at + IDLE_LASTS_SECONDS
+    if rank >= MOST_COMPUTING and is_due and not item.get_closest_marker("waits"):
         with (run_folder(item.config) / "idle.lock").open("a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             for _ in range(MOST_IDLE_LOOKS):
                 if _idle_share(IDLE_LOOK_SECONDS) >= IDLE_SHARE:
                     break
+        item.config.stash[_looked_at] = time.monotonic()
     yield
+
+
+_looked_at = pytest.StashKey[float]()
 
 
 def _idle_share(seconds: float) -> float:

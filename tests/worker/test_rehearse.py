@@ -114,6 +114,7 @@ def test_even_sql_cannot_commit(tried: Any, db: Db) -> None:
     assert left_behind(db) == (0, 1)
 
 
+@pytest.mark.long
 def test_what_hangs_is_killed_and_locks_are_not_waited_for(
     tried: Any, db: Db, database: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

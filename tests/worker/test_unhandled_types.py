@@ -181,6 +181,7 @@ def test_a_worker_that_knows_it_takes_it_at_once(bus: CommandBus, db: Db, start_
 # --- nobody comes ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_after_the_timeout_without_a_worker_that_knows_it_a_person_is_asked(
     bus: CommandBus, db: Db, start_worker: StartWorker
 ) -> None:
@@ -211,6 +212,7 @@ def test_after_the_timeout_without_a_worker_that_knows_it_a_person_is_asked(
     until(lambda: record(bus, "s").status is CommandStatus.COMPLETED)
 
 
+@pytest.mark.long
 def test_the_clock_runs_only_while_no_live_worker_knows_it(
     bus: CommandBus, db: Db, start_worker: StartWorker
 ) -> None:
@@ -278,6 +280,7 @@ def test_a_pause_comes_first(bus: CommandBus, db: Db, start_worker: StartWorker)
     assert statuses(db) == {"COMPLETED": 2}
 
 
+@pytest.mark.long
 def test_nothing_is_given_up_or_taken_in_a_paused_domain(
     bus: CommandBus, db: Db, start_worker: StartWorker
 ) -> None:

@@ -313,6 +313,7 @@ def test_a_firing_does_not_wait_for_a_row_that_is_locked_elsewhere(
     within(5, lambda: firings(db, "held"))
 
 
+@pytest.mark.long
 def test_an_id_that_somebody_holds_delays_one_schedule_only(
     bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker, database: str
 ) -> None:

@@ -151,6 +151,7 @@ def test_three_stuck_are_critical_and_the_worker_still_works(
     assert (worker.is_running, worker.state) == (True, "ACTIVE")
 
 
+@pytest.mark.long
 def test_all_slots_of_both_lanes_stuck_at_once(
     bus: CommandBus, db: Db, worker: Worker, meeting: Meeting, caplog: pytest.LogCaptureFixture
 ) -> None:
