@@ -9,6 +9,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from typing import Any
 
@@ -152,12 +153,17 @@ def _member(url: str, domain: str, kind: str, concurrency: int, path: str) -> No
         supervision = Supervision(Board.create(2 * concurrency), "bench", lambda state, reason: None)
     registry = handlers_of(kind, domain, began)
     worker = Worker(registry, database_url=url, concurrency=concurrency, supervision=supervision)
-    worker.start()
+    threading.Thread(target=_tell, args=(worker, board, stamped), daemon=True).start()
+    worker.run()
+
+
+def _tell(worker: Worker, board: mmap.mmap, stamped: list[float]) -> None:
+    """Writes the figures down, until the benchmark closes the pipe. Then the worker stops."""
     os.set_blocking(0, False)
     before, memory = -1, 0.0
     while True:
         settled = worker.settled
-        if settled != before:
+        if worker.is_running and settled != before:
             memory = resident_megabytes()
         _LAYOUT.pack_into(board, 0, settled, stamped[0], memory)
         try:
@@ -166,7 +172,7 @@ def _member(url: str, domain: str, kind: str, concurrency: int, path: str) -> No
         except BlockingIOError:
             time.sleep(0.005 if settled != before else 0.05)  # it takes the GIL from the slots
         before = settled
-    worker.stop()
+    worker.request_stop("the benchmark ends")
 
 
 if __name__ == "__main__":

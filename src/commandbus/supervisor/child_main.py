@@ -45,6 +45,7 @@ from commandbus.supervisor import start_message
 from commandbus.supervisor.start_message import LONGEST_TEXT, StartMessage
 from commandbus.worker.board import Board
 from commandbus.worker.counts_page import CountsPage
+from commandbus.worker.gil import SWITCH_SECONDS
 from commandbus.worker.isolation.child_setup import collect_garbage, die_with, spare_memory, write_stacks_to
 from commandbus.worker.load_handlers import load_registry
 from commandbus.worker.logs import set_up_logging
@@ -55,9 +56,6 @@ from commandbus.worker.worker_options import Supervision
 logger = safe_logger("commandbus.worker")
 
 FLUSH_SECONDS: Final = 1.0
-SWITCH_SECONDS: Final = 0.001
-"""How long a thread keeps the GIL while another thread waits for it. With Python's 5 ms, the claimer and the
-settler would wait longer for the GIL than for the database."""
 CLEAN, CONFIGURATION, REFUSED, DATABASE, LEFT_BEHIND, BUG = 0, 3, 5, 6, 7, 70
 
 

@@ -43,6 +43,7 @@ from commandbus.model.retry import RetryPolicy
 from commandbus.settings import Settings, load_settings
 from commandbus.worker.counts_page import CountsPage
 from commandbus.worker.execution.handlers import HandlerRegistry
+from commandbus.worker.gil import quick_switches
 from commandbus.worker.health import HealthStatus
 from commandbus.worker.limits import check_limits
 from commandbus.worker.runtime import WorkerRuntime
@@ -342,7 +343,8 @@ class Worker:
     def run(self, *, until_idle: bool = False) -> StopReport:
         """Start, wait for SIGTERM, SIGINT, `request_stop` or a limit, and stop.
 
-        `until_idle` also ends it when no command is left that could run now: for scripts and tests.
+        `until_idle` also ends it when no command is left that could run now: for scripts and tests. In the main
+        thread, other threads get the GIL after 1 ms meanwhile (`sys.setswitchinterval`).
         """
         self._begin_anew()  # set before signals are handled, so that none is lost
         restore = self._catch_signals()
@@ -350,7 +352,8 @@ class Worker:
         self._has_ended.clear()
         try:
             self._ends_idle = until_idle
-            self._report = self._run()
+            with quick_switches():
+                self._report = self._run()
             return self._report
         finally:
             self._runs_in = None
