@@ -163,7 +163,7 @@ def _tell(worker: Worker, board: mmap.mmap, stamped: list[float]) -> None:
     before, memory = -1, 0.0
     while True:
         settled = worker.settled
-        if worker.is_running and settled != before:
+        if worker.is_running and (settled != before or not memory):
             memory = resident_megabytes()
         _LAYOUT.pack_into(board, 0, settled, stamped[0], memory)
         try:
