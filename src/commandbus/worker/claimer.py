@@ -70,6 +70,7 @@ LOOKS_SECONDS = (0.0, 0.005, 0.02, 0.1)
 ANNOUNCEMENT_SECONDS = 60.0
 BUSY_SECONDS = 1.0
 HEAR_SECONDS = 0.25
+ROOM_SECONDS = 0.25  # between two looks at what says nothing when it changes, such as a pause
 LOCKED_SECONDS = 1.0
 UNHEARD_SECONDS = 2.0
 FULL_SECONDS = 0.25
@@ -183,8 +184,8 @@ class Claimer(DatabaseService):
                 return room
             self._asked_at = monotonic()
             if not self.is_ended and self._dispatcher.spare() > 0:
-                return 0  # and still waiting for room: a slot that becomes free wakes us
-            self.sleep(0.25)
+                return 0  # and still waiting for room: a slot that becomes free wakes us, or the settler
+            self.sleep(ROOM_SECONDS)
 
     def _claim_all(self, room: int, spare: int) -> int:
         """Ask every domain, the one served last at the end. Returns how many were claimed."""

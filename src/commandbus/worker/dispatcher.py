@@ -87,7 +87,7 @@ class Dispatcher:
         board_writer: BoardWriter | None,
     ) -> None:
         self.state = State.ACTIVE
-        self.is_claimer_waiting = False  # for room: a slot that becomes free says so
+        self.is_claimer_waiting = False  # for room: see `offer_room`
         self.on_room: Callable[[], None] = lambda: None  # set by the claimer
         self.given_back = 0
         self._handlers = handlers
@@ -116,7 +116,7 @@ class Dispatcher:
         self._most_unwritten = MOST_UNWRITTEN + 2 * settings.concurrency
         self._from_before: dict[tuple[str, int], Attempt] = {}  # held when the claimer last connected
         self.routed = routed_domains(spec)
-        self.budget = ConcurrencyBudget(settings.concurrency, self._offer_room)
+        self.budget = ConcurrencyBudget(settings.concurrency, self.offer_room)
         self._router_budget = ConcurrencyBudget(router_slots(spec))
         self._first_router_slot = 2 * settings.concurrency
         self._slots = Slots(self.budget, self._run, name=spec.id, on_thread=self._show_thread)
@@ -246,9 +246,10 @@ class Dispatcher:
             return 0
         return self._router_budget.total - self._router_budget.taken - len(self._router.waiting)
 
-    def _offer_room(self) -> None:
-        """Wake a claimer that waits for room, if there is some now."""
-        if self.is_claimer_waiting and self.waiting <= self._low:
+    def offer_room(self) -> None:
+        """Wake a claimer that waits for room, if there is some now. Slots say so, and the settler when it has
+        written outcomes: while too many are unwritten, there is no room, and the slots may all be idle."""
+        if self.is_claimer_waiting and self.waiting <= self._low and not self.is_behind:
             self.is_claimer_waiting = False
             self.on_room()
 
@@ -472,7 +473,7 @@ class Dispatcher:
         is_ours = self._chunk_runner.run(chunk, slot) if len(ready) > 1 else True
         if len(ready) == 1:
             return self._run(ready[0], slot)
-        self._offer_room()
+        self.offer_room()
         return is_ours
 
     async def _run_chunk_async(self, chunk: Chunk, slot: AsyncSlot) -> bool:
@@ -481,7 +482,7 @@ class Dispatcher:
         if len(ready) == 1:
             slot.current = ready[0]
             return await self._run_async(ready[0], slot)
-        self._offer_room()
+        self.offer_room()
         return is_ours
 
     def _run(self, attempt: Attempt, slot: Slot) -> bool:
@@ -493,7 +494,7 @@ class Dispatcher:
         if attempt.expires_at is not None and attempt.has_expired:
             return self._expire(attempt)
         if attempt.limit_use is not None and not attempt.limit_use.before_start():
-            self._offer_room()
+            self.offer_room()
             return True
         process = None
         if self._isolation.wants(attempt):
@@ -518,7 +519,7 @@ class Dispatcher:
         if attempt.expires_at is not None and attempt.has_expired:
             return self._expire(attempt)
         if attempt.limit_use is not None and not attempt.limit_use.before_start():
-            self._offer_room()
+            self.offer_room()
             return True
         self._executor.begin(attempt)
         self._attempts.begin(attempt, slot)
@@ -578,7 +579,7 @@ class Dispatcher:
         else:
             self._limited.finished(attempt, ended)
         if self.is_claimer_waiting:
-            self._offer_room()
+            self.offer_room()
         return True
 
     def _take_process(self, attempt: Attempt) -> ChildProcess | None:
@@ -593,7 +594,7 @@ class Dispatcher:
         else:
             self._settler.add(attempt, taken)
         self._attempts.starting.discard(attempt)
-        self._offer_room()
+        self.offer_room()
         return None
 
     def _show_thread(self, slot: int) -> None:

@@ -291,6 +291,7 @@ class WorkerRuntime:
             on_settled=self._settled,
             on_done=self._done,
             on_written=spec.health.record_success,
+            on_progress=lambda: self.dispatcher.offer_room(),  # noqa: PLW0108 - it is made later
             # An idle claimer looked for due commands before this retry was written. It must look again.
             on_again=self._look_again,
             is_more_coming=lambda: self.dispatcher.waiting > 0,

@@ -23,6 +23,8 @@ UNREACHABLE = "database_unreachable"
 UNWRITTEN = "outcomes_unwritten"
 CLAIMLESS = "claims"
 CLAIMLESS_SECONDS = 10.0
+BEHIND_SECONDS = 2.0
+"""The settler may be behind for so long. For a moment it often is: when a disk is slow to flush."""
 NAMED_SECONDS = 2.0
 """A part that does not recover is named for so long before its worker is replaced: a supervisor whose workers are
 idle looks at them about once a second, and who asks it for their health must be told the reason."""
@@ -59,6 +61,7 @@ class ServiceWatch:
         self._was_unreachable = False
         self._was_degraded = False
         self._named_at: dict[str, float] = {}  # since when a part is in trouble
+        self._behind_since: float | None = None
 
     @property
     def is_database_lost(self) -> bool:
@@ -82,6 +85,7 @@ class ServiceWatch:
         for service in services:
             self._look_at(service, now)
         self._look_at_claims()
+        self._look_at_outcomes(now)
         if self._quarantine.is_turn_lost or any(service.descriptors_lost for service in services):
             # Each part recovers by itself, but open files of this process and of handlers' libraries do not.
             self._be_replaced("a handler has closed descriptors that are not its own")
@@ -113,11 +117,17 @@ class ServiceWatch:
             self._health.set_critical(CLAIMLESS, text)
         else:
             self._health.clear(CLAIMLESS)
-        if self._dispatcher.is_behind:
+
+    def _look_at_outcomes(self, now: float) -> None:
+        if not self._dispatcher.is_behind:
+            self._behind_since = None
+            self._health.clear(UNWRITTEN)
+            return
+        if self._behind_since is None:
+            self._behind_since = now
+        if now - self._behind_since >= BEHIND_SECONDS:
             text = f"{self._settler.backlog} outcomes are not written yet: nothing is claimed"
             self._health.set_critical(UNWRITTEN, text)
-        else:
-            self._health.clear(UNWRITTEN)
 
     def _look_at_database(self, now: float) -> None:
         down = [service.down_since for service in self._own if service.down_since is not None]

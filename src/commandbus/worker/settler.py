@@ -78,6 +78,7 @@ class Settler(DatabaseService):
         on_settled: Callable[[Attempt], None],
         on_done: Callable[[Sequence[Attempt]], None],
         on_written: Callable[[int], None],
+        on_progress: Callable[[], None],
         on_again: Callable[[], None],
         is_more_coming: Callable[[], bool],
         on_error: Callable[[BaseException], None],
@@ -92,6 +93,7 @@ class Settler(DatabaseService):
         self._on_settled = on_settled
         self._on_done = on_done
         self._on_written = on_written
+        self._on_progress = on_progress
         self._on_again = on_again
         self._is_more_coming = is_more_coming
         self._done: deque[Attempt] = deque()  # attempts that completed in the usual way
@@ -164,6 +166,7 @@ class Settler(DatabaseService):
 
     def round(self) -> None:
         self._try_aside()
+        self._on_progress()
         if not self._queue and not self._busy and not self._done:
             self._sleeps = True
             pause = self._folder.pause()
