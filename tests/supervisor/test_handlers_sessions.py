@@ -69,6 +69,7 @@ def other_role(database: str, db: Db, server_admin: Callable[[sql.Composable], N
     server_admin(sql.SQL("DROP ROLE {}").format(sql.Identifier(name)))
 
 
+@pytest.mark.waits
 @pytest.mark.alone  # the server is asked whose they are in the moment before the kill, if there is time
 def test_they_end_with_their_killed_worker_and_nobody_elses_do(
     supervise: Supervise,
@@ -91,6 +92,7 @@ def test_they_end_with_their_killed_worker_and_nobody_elses_do(
     assert supervised.stop()[0] == 0
 
 
+@pytest.mark.waits
 @pytest.mark.alone  # the kill waits for 0.4 s at most, of which the test takes 0.25 s
 def test_a_worker_is_not_killed_before_the_server_has_said_whose_they_are(
     supervise: Supervise,

@@ -37,7 +37,7 @@ settings.load_profile("commandbus")
 FAILURES_VARIABLE = "COMMANDBUS_TEST_FAILURES"
 THOROUGH_VARIABLE = "COMMANDBUS_TEST_THOROUGH"
 LONGEST_TEST_SECONDS = 240.0
-MOST_COMPUTING = 5  # test workers that begin a test whenever they have one
+MOST_COMPUTING = 6  # test workers that begin a test whenever they have one
 IDLE_LOOK_SECONDS = 0.25
 IDLE_SHARE = 0.2  # of all processors together: two fifths of one, where there are two
 IDLE_LASTS_SECONDS = 2.0  # after a look, a test worker goes on for so long: many tests take less than a look
