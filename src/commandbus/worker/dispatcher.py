@@ -21,7 +21,7 @@ from typing import Any
 
 from commandbus.clock import boottime, monotonic
 from commandbus.flow.commands.claimed_row import COMMAND_TYPE, OPTIONS, QUARANTINE, SUSPECT, ClaimedRow
-from commandbus.flow.commands.settle import Settlement
+from commandbus.flow.commands.settle import DONE, Settlement
 from commandbus.logger import safe_logger
 from commandbus.settings import Settings
 from commandbus.worker.attempt_registry import AttemptRegistry
@@ -292,9 +292,7 @@ class Dispatcher:
             if row[COMMAND_TYPE] != command_type:
                 command_type = row[COMMAND_TYPE]
                 handler = get(domain, command_type)
-                is_plain = not spare and (
-                    handler is None or not (handler.is_async or handler.options.limits or handler.many)
-                )
+                is_plain = not spare and (handler is None or handler.is_plain)
                 is_unknown = handler is None and self._unhandled.parks
                 has_key = handler is not None and handler.options.key is not None
             if is_unknown:  # before its charge is looked at: the policy is its handler's
@@ -313,6 +311,7 @@ class Dispatcher:
                 and row[SUSPECT] is None
                 and row[OPTIONS] is None
             ):
+                attempt.is_special = False
                 sync.append(attempt)
                 continue
             if row[OPTIONS] is not None:
@@ -459,8 +458,11 @@ class Dispatcher:
 
     def _is_refused(self, attempt: Attempt) -> bool:
         """Must it not start? It was asked to stop, its lease is uncertain, or an operator paused the worker."""
-        is_free = attempt.stop is None and not self._pause.is_by_operator
-        return not (is_free and attempt.is_surely_held(self._late_seconds))
+        return (
+            attempt.stop is not None
+            or self._pause.is_by_operator
+            or not attempt.is_surely_held(self._late_seconds)
+        )
 
     def _may_start(self, attempt: Attempt) -> bool:
         """May a member of a chunk start? If not, it is given back, or has expired."""
@@ -486,6 +488,13 @@ class Dispatcher:
         return is_ours
 
     def _run(self, attempt: Attempt, slot: Slot) -> bool:
+        if attempt.is_special or self._is_refused(attempt):
+            return self._run_special(attempt, slot)
+        self._executor.begin(attempt)
+        self._attempts.begin(attempt, slot)
+        return self._end(attempt, slot, self._executor.run(attempt))
+
+    def _run_special(self, attempt: Attempt, slot: Slot) -> bool:
         if attempt.members:
             assert isinstance(attempt, Chunk)  # noqa: S101 - nothing else has members
             return self._run_chunk(attempt, slot)
@@ -572,9 +581,9 @@ class Dispatcher:
             return False
         if attempt.borrowed is not None:
             self._fencer.end_leftover(attempt, attempt.borrowed)
-        if not isinstance(ended, Settlement) or ended.is_completion:
+        if ended is DONE or not isinstance(ended, Settlement) or ended.is_completion:
             self._breakers.completed(attempt)
-        if attempt.limit_use is None and not isinstance(ended, LimitDecides):
+        if attempt.limit_use is None and (ended is DONE or not isinstance(ended, LimitDecides)):
             self._settler.add(attempt, ended)
         else:
             self._limited.finished(attempt, ended)
