@@ -393,8 +393,14 @@ def zombies(command: Any, ctx: Any) -> int:
                 time.sleep(0.001)
         os._exit(0)
     os.close(inherited)
-    os.read(ended, 1)  # both have ended, and with them the other end
+    os.read(ended, 1)  # both have closed the other end, and are about to end
     os.close(ended)
+    while (found := _dead_children()) < 2:
+        time.sleep(0.001)
+    return found
+
+
+def _dead_children() -> int:
     mine, found = f" {os.getpid()} ", 0
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -102,6 +103,27 @@ def test_an_end_in_sql_is_noticed(lab: Lab, text: str, writes_on: bool) -> None:
     lab.run(body)
     committed = "before" if "ROLLBACK" not in text else None
     lab.assert_refused(written=[committed] if committed else [], how="COMMIT or ROLLBACK")
+
+
+@pytest.mark.parametrize("lane", ["sync"])  # an event loop does not hear the answers of the other connection
+def test_a_socket_that_became_another_sessions_is_no_end(lab: Lab, database: str) -> None:
+    """Somebody closes the handler's socket, and another connection gets its number. libpq reads that one's answers:
+    no transaction is open. The handler did not end it, and is tried again."""
+    attempts = 0
+
+    async def body(tx: Any) -> None:
+        nonlocal attempts
+        attempts += 1
+        await done(tx.execute(INSERT, (f"attempt {attempts}",)))
+        if attempts == 1:
+            with psycopg.connect(database, autocommit=True) as other:
+                os.dup2(other.fileno(), tx.connection.fileno())
+                await done(tx.execute("SELECT 1"))
+            await done(tx.execute(INSERT, ("in the wrong session",)))
+
+    lab.run(body)
+    assert (lab.status, attempts) == ("COMPLETED", 2)
+    assert lab.written == ["attempt 2"]
 
 
 def test_a_statement_after_the_end_is_refused_at_once(lab: Lab) -> None:

@@ -11,6 +11,9 @@ does not affect a transaction that has begun). While libpq knows the changed val
 After its end, even by COMMIT AND CHAIN or `COMMIT; BEGIN` in one text, the server has reported the old value. That
 is checked before each statement and at the end, and costs no round trip. After the transaction has failed, the
 value says nothing, but then the transaction cannot commit.
+
+If somebody in this process has closed the connection's socket, its number may be another connection's, and libpq
+has read that one's answers. Then nothing is known of the transaction, and nobody is accused of having ended it.
 """
 
 from __future__ import annotations
@@ -25,6 +28,8 @@ from psycopg.abc import PQGen
 from psycopg.pq import ExecStatus, TransactionStatus
 from psycopg.pq.abc import PGresult
 
+from commandbus.db.descriptors import FileId, file_behind
+from commandbus.db.drivers import LostSocketError
 from commandbus.errors import TransactionEndedError
 
 AnyKind = Connection[Any] | AsyncConnection[Any]
@@ -46,6 +51,7 @@ class OneTransaction:
         self._conn: AnyKind | None = None
         self._has_begun = False
         self._mark: bytes | None = None  # what the setting is as long as the transaction lasts
+        self._socket: FileId = None
         self._refused: str | None = None
         self._was_rolled_back = False
         self._beginning: Callable[[], Sequence[bytes]] = tuple
@@ -59,6 +65,7 @@ class OneTransaction:
         self._beginning = beginning
         self._has_begun = False
         self._conn = conn
+        self._socket = _socket_file(conn)
         own: dict[str, Any] = vars(conn)
         own["_start_query"] = self._start_query
         own["_get_tx_start_command"] = self._start_command
@@ -89,9 +96,13 @@ class OneTransaction:
         except TransactionEndedError:
             raise
         except BaseException as error:
+            if self._refused is None and self._has_lost_socket(conn):
+                raise
             if self._refused is not None or (not self._was_rolled_back and self._is_over(conn)):
                 raise self._error() from error
             raise
+        if self._refused is None and self._has_lost_socket(conn):
+            raise _lost_socket()
         if self._refused is not None or self._was_rolled_back or self._is_over(conn):
             raise self._error()
 
@@ -103,6 +114,10 @@ class OneTransaction:
             return False
         status = conn.pgconn.transaction_status
         return status == IDLE or (status == INTRANS and self._has_lost_mark(conn))
+
+    def _has_lost_socket(self, conn: AnyKind) -> bool:
+        """Has somebody closed it? Asked only where the transaction seems to have ended."""
+        return self._is_over(conn) and _socket_file(conn) != self._socket
 
     def _has_lost_mark(self, conn: AnyKind) -> bool:
         """Not to be asked of a transaction that has failed, or whose connection is lost: the server takes settings
@@ -166,6 +181,8 @@ class OneTransaction:
         """Begin before the first statement. If that becomes necessary again, the transaction has ended."""
         conn = self._watched
         status = conn.pgconn.transaction_status
+        if self._has_begun and self._has_lost_socket(conn):
+            raise _lost_socket()
         if status == INTRANS and self._has_lost_mark(conn):
             raise self._refuse("COMMIT or ROLLBACK")
         if conn.autocommit or status != IDLE:
@@ -192,6 +209,15 @@ class OneTransaction:
     def _make_mark(conn: AnyKind) -> bytes | None:
         """The other value than the session has; None if the server does not report it."""
         return _OTHER.get(conn.pgconn.parameter_status(_SETTING) or b"")
+
+
+def _socket_file(conn: AnyKind) -> FileId:
+    """The file behind its socket; None if it is closed."""
+    return None if conn.closed else file_behind(conn.pgconn.socket)
+
+
+def _lost_socket() -> LostSocketError:
+    return LostSocketError("somebody in this process has closed the socket of the handler's connection")
 
 
 def _set_local(mark: bytes) -> bytes:
