@@ -196,7 +196,7 @@ def kill_workers(supervised: Supervised) -> None:
     until(lambda: len(supervised.workers()) == len(gone) and not set(gone) & set(supervised.workers()))
 
 
-PREFETCHED = 1600  # as many as a worker with quick handlers may hold
+PREFETCHED = 2000  # as many as a worker with quick handlers may hold
 
 
 @pytest.mark.slow

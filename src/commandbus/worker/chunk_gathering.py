@@ -33,7 +33,7 @@ GROWTH: Final = 8
 """A claim may be so many times as large as the chunk commands of the one before it."""
 FEW_SLOTS: Final = 0.1
 """If a row takes fewer slots than this, incomplete chunks are filled even if no slot is free for anything else."""
-PREFETCHED: Final = 1600
+PREFETCHED: Final = 2000
 SOON_SECONDS: Final = 0.1
 
 

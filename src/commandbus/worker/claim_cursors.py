@@ -10,7 +10,7 @@ from datetime import UTC, datetime, timedelta
 from commandbus.flow.commands.claim import EARLY, LATE, MILLENNIUM, Claim
 from commandbus.model.priority import HIGH, LOW
 
-LARGEST_CLAIM = 800
+LARGEST_CLAIM = 1000
 SWEEP_SECONDS = 1.0
 SWEEP_SHARE = 0.05
 """So much of its time may a claimer spend on claims that begin at the beginning."""

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from typing import Final
 
-LARGEST_PREFETCH: Final = 1600
+LARGEST_PREFETCH: Final = 2000
 PREFETCH_SECONDS: Final = 0.04
 LONGEST_PREFETCH_SECONDS: Final = 0.4
 GROWTH: Final = 8

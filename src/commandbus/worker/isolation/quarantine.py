@@ -41,7 +41,7 @@ from commandbus.worker.execution.attempt import Attempt
 from commandbus.worker.execution.handlers import HandlerRegistry
 
 LINE_SECONDS: Final = LONGEST_DELAY  # those that were given back come again before the line is empty
-LONGEST_LINE: Final = 1600
+LONGEST_LINE: Final = 2000
 FIRST_PACE: Final = 0.1
 PACE_WEIGHT: Final = 0.2
 MOST_SLOWER: Final = 10.0  # an attempt that takes longer than so many others does not count for the estimate
