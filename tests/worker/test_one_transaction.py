@@ -107,8 +107,8 @@ def test_an_end_in_sql_is_noticed(lab: Lab, text: str, writes_on: bool) -> None:
 
 @pytest.mark.parametrize("lane", ["sync"])  # an event loop does not hear the answers of the other connection
 def test_a_socket_that_became_another_sessions_is_no_end(lab: Lab, database: str) -> None:
-    """Somebody closes the handler's socket, and another connection gets its number. libpq reads that one's answers:
-    no transaction is open. The handler did not end it, and is tried again."""
+    """Somebody closes the handler's socket, and another connection gets its number. libpq reads that one's
+    answers: no transaction is open. The handler did not end it, and is tried again."""
     attempts = 0
 
     async def body(tx: Any) -> None:
