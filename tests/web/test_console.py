@@ -24,8 +24,8 @@ from commandbus.web.access import Access, Visitor
 from commandbus.web.actions import ACTIONS
 from commandbus.web.app import create_console
 from support.consoles import served
-from support.waiting import within
-from web.conftest import Serve, Visit
+from support.waiting import until, within
+from web.conftest import MARK, Serve, Visit
 
 HOSTILE_ID = '<script>alert("1")</script>\u202e'
 HOSTILE = HOSTILE_ID + "\x1b[31m"
@@ -139,8 +139,7 @@ def test_a_reader_looks_and_changes_nothing(bus: CommandBus, serve: Serve) -> No
 
 def test_a_form_of_another_site_changes_nothing(bus: CommandBus, serve: Serve) -> None:
     visit = serve()
-    mark = re.search(r'name="mark" value="([0-9a-f]+)"', visit.get("/domains").text)
-    assert mark is not None
+    mark = until(lambda: MARK.search(visit.get("/domains").text), what="the page has its forms")
     fields = {"domain": "orders", "mark": mark[1]}
     for answer in (
         visit.post("/actions/pause", {"domain": "orders"}),

@@ -260,7 +260,9 @@ def test_all_slots_in_frozen_workers_at_once(fleet: Fleet) -> None:
     after = fleet.send_healthy()
     fleet.until_status(ids, {TSQ}, 40)
     fleet.until_status(after, {COMPLETED}, 15)
-    assert {row[2] for row in fleet.history(after)} <= NOT_CHARGED
+    # The lease of one that waited in a frozen worker may end before that is killed: the next worker finds it lost.
+    history = fleet.history(after)
+    assert [row for row in history if row[2] not in NOT_CHARGED and "not charged" not in (row[5] or "")] == []
     fleet.meet_at_once(10)
 
 
