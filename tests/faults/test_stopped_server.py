@@ -97,7 +97,6 @@ def count(url: str) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.waits
 @pytest.mark.alone  # it measures how late senders are, and they share the processors with other tests
 def test_every_send_ends_in_time_and_no_command_is_there_twice(
     caller: Caller, own_server: EmbeddedPostgres, url: str

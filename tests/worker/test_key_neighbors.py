@@ -138,6 +138,18 @@ def test_until_idle_runs_what_handlers_send_and_what_joins_at_the_claim(
     assert one(db, "SELECT count(*) FROM commandbus.command WHERE status <> 'COMPLETED'") == 0
 
 
+def test_what_joins_a_line_after_the_look_for_key_limits_is_waited_for(start_worker: StartWorker) -> None:
+    """A worker that ends when it is idle had looked before there was a key limit: it must look once more."""
+    others = HandlerRegistry()
+    others.register("orders", "note", lambda command, ctx: None)
+    worker = start_worker(others)
+    releasing = worker._runtime._key_releasing  # type: ignore[union-attr]
+    until(lambda: not releasing.is_busy)
+    releasing.joined()
+    assert releasing.is_busy
+    until(lambda: not releasing.is_busy)
+
+
 def test_a_place_that_nobody_freed_is_found(
     bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker, go_on: threading.Event
 ) -> None:

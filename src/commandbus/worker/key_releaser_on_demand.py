@@ -21,7 +21,7 @@ class KeyReleaserOnDemand(ServiceOnDemand["KeyReleaser"]):
     @property
     def is_busy(self) -> bool:
         """May a command become visible because its turn in its line comes?"""
-        return not self._has_looked if self.service is None else self.service.is_busy
+        return not self.has_looked if self.service is None else self.service.is_busy
 
     def settled(self, attempts: Iterable[Attempt]) -> None:
         """Attempts were settled: their keys may have a free place. Called by any thread; never waits."""
@@ -39,8 +39,12 @@ class KeyReleaserOnDemand(ServiceOnDemand["KeyReleaser"]):
                 self.service.look_at(attempt.domain, LineKey(options.key_limit, options.key))
 
     def joined(self) -> None:
-        """Claimed commands have joined lines. Called by the claimer."""
-        if self.service is not None:
+        """Claimed commands have joined lines. Called by the claimer. If the last look was before there was a key
+        limit, they wait in their lines until the next one."""
+        if self.service is None:
+            self._asked += 1
+            self.look_soon()
+        else:
             self.service.stir()
             self.service.wake()
 

@@ -29,7 +29,8 @@ class ServiceOnDemand(ABC, Generic[S]):
         self._settings = settings
         self._services = services
         self._look_at = 0.0
-        self._has_looked = False
+        self._asked = 0  # how often somebody found out that it may be needed
+        self._looked_after = -1  # how often that was before the last look
         self._changing = threading.Lock()
         self._is_stopped = False
 
@@ -41,6 +42,11 @@ class ServiceOnDemand(ABC, Generic[S]):
     def _make(self) -> S:
         """The service, not started."""
 
+    @property
+    def has_looked(self) -> bool:
+        """Has the maintenance thread looked since somebody last found out that the service may be needed?"""
+        return self._looked_after == self._asked
+
     def look_soon(self) -> None:
         """It may be needed now. Called by the maintenance thread."""
         self._look_at = 0.0
@@ -50,9 +56,10 @@ class ServiceOnDemand(ABC, Generic[S]):
         if self.service is not None or (now := monotonic()) < self._look_at:
             return
         self._look_at = now + (LISTENING_LOOK_SECONDS if self._settings.prepared_statements else LOOK_SECONDS)
+        asked = self._asked
         if connection.run(self._is_needed()):
             self._begin()
-        self._has_looked = True
+        self._looked_after = asked
 
     def stop(self, timeout: float) -> None:
         """End it, if there is one. The owner of the worker calls it."""
