@@ -21,7 +21,7 @@ from typing import Any
 
 from commandbus.clock import boottime, monotonic
 from commandbus.flow.commands.claimed_row import COMMAND_TYPE, OPTIONS, QUARANTINE, SUSPECT, ClaimedRow
-from commandbus.flow.commands.settle import DONE, Settlement
+from commandbus.flow.commands.settle import Settlement
 from commandbus.logger import safe_logger
 from commandbus.settings import Settings
 from commandbus.worker.attempt_registry import AttemptRegistry
@@ -286,13 +286,13 @@ class Dispatcher:
         routed: list[Attempt] = []
         limited: list[Attempt] = []
         chunked: list[Attempt] = []
-        hold, command_type, handler, is_plain, is_unknown = self._held.add, None, None, False, False
+        hold, command_type, handler, is_ordinary, is_unknown = self._held.add, None, None, False, False
         has_key = False
         for row in rows:
             if row[COMMAND_TYPE] != command_type:
                 command_type = row[COMMAND_TYPE]
                 handler = get(domain, command_type)
-                is_plain = not spare and (handler is None or handler.is_plain)
+                is_ordinary = not spare and (handler is None or handler.is_ordinary)
                 is_unknown = handler is None and self._unhandled.parks
                 has_key = handler is not None and handler.options.key is not None
             if is_unknown:  # before its charge is looked at: the policy is its handler's
@@ -305,13 +305,13 @@ class Dispatcher:
             hold(attempt)
             # Nearly all commands: no earlier attempt is known, and nothing special was asked for.
             if (
-                is_plain
+                is_ordinary
                 and attempt.read_ct == 1
                 and not row[QUARANTINE]
                 and row[SUSPECT] is None
                 and row[OPTIONS] is None
             ):
-                attempt.is_special = False
+                attempt.is_ordinary = True
                 sync.append(attempt)
                 continue
             if row[OPTIONS] is not None:
@@ -488,13 +488,14 @@ class Dispatcher:
         return is_ours
 
     def _run(self, attempt: Attempt, slot: Slot) -> bool:
-        if attempt.is_special or self._is_refused(attempt):
-            return self._run_special(attempt, slot)
+        if not attempt.is_ordinary or self._is_refused(attempt):
+            return self._run_other(attempt, slot)
         self._executor.begin(attempt)
         self._attempts.begin(attempt, slot)
         return self._end(attempt, slot, self._executor.run(attempt))
 
-    def _run_special(self, attempt: Attempt, slot: Slot) -> bool:
+    def _run_other(self, attempt: Attempt, slot: Slot) -> bool:
+        """Run one of which more must be asked before it starts, or give it back."""
         if attempt.members:
             assert isinstance(attempt, Chunk)  # noqa: S101 - nothing else has members
             return self._run_chunk(attempt, slot)
@@ -581,9 +582,9 @@ class Dispatcher:
             return False
         if attempt.borrowed is not None:
             self._fencer.end_leftover(attempt, attempt.borrowed)
-        if ended is DONE or not isinstance(ended, Settlement) or ended.is_completion:
+        if not isinstance(ended, Settlement) or ended.is_completion:
             self._breakers.completed(attempt)
-        if attempt.limit_use is None and (ended is DONE or not isinstance(ended, LimitDecides)):
+        if attempt.limit_use is None and not isinstance(ended, LimitDecides):
             self._settler.add(attempt, ended)
         else:
             self._limited.finished(attempt, ended)

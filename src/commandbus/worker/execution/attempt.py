@@ -183,7 +183,7 @@ class Attempt:
     deadline_at = NEVER
     stop: Stop | None = None
     is_lost = False
-    is_special = True  # False: it runs in its slot's own thread, and has no limit, no expiry and no members
+    is_ordinary = False  # True: it runs in its slot's own thread, and has no limit, no expiry and no members
     has_committed = False
     is_unfinished = False  # given back, or cut off when its worker stopped: what is written of it is no outcome
     limit_use: LimitUse | None = None  # only if it has something to do with limits

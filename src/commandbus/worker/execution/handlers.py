@@ -67,8 +67,8 @@ class Handler:
     middleware: tuple[Middleware, ...] = ()  # of the registries that it was included from; the first is outermost
 
     @property
-    def is_plain(self) -> bool:
-        """Does it run in its slot's own thread, one command at a time, whatever permits there are?"""
+    def is_ordinary(self) -> bool:
+        """Does it run in its slot's own thread, one command at a time, without permits of limits?"""
         options = self.options
         is_elsewhere = self.is_async or options.fresh_thread or options.isolation == "process"
         return not (is_elsewhere or options.limits or self.many)

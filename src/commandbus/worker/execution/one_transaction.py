@@ -13,7 +13,7 @@ is checked before each statement and at the end, and costs no round trip. After 
 value says nothing, but then the transaction cannot commit.
 
 If somebody in this process has closed the connection's socket, its number may be another connection's, and libpq
-has read that one's answers. Then nothing is known of the transaction, and nobody is accused of having ended it.
+has read that one's answers. Then nothing is known of the transaction, and the attempt is tried again.
 """
 
 from __future__ import annotations
