@@ -14,9 +14,12 @@ from typing import Any
 
 import psycopg
 
+from commandbus.clock import boottime
 from commandbus.db.drivers import run
 from commandbus.flow.limits.declare import LimitLocation, LimitRow, declare, get_limit
 from commandbus.flow.limits.redis_outage import HeartbeatPace
+from commandbus.limits.permit_clock import PermitClock
+from commandbus.limits.requests import Permit
 from commandbus.model.limit import Limit
 
 QUICK = HeartbeatPace(beat=0.2, live=6.0, patience=0.5)
@@ -88,6 +91,7 @@ class Client:
         self.store = store
         self._orders: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
         self._labour: Callable[[], None] | None = None
+        self._worker: _Labour | None = None
         self._is_frozen = threading.Event()
         self.modes: list[str] = []
         self._thread = threading.Thread(target=self._live, name="limit-client", daemon=True)
@@ -139,12 +143,14 @@ class Client:
             self._is_frozen.clear()
             self._orders.put(None)
             self._thread.join(30)
+            if self._worker is not None:
+                self._worker.end()
 
-    def die(self, inside: Inside) -> None:
-        """Be killed at work: its calls go on until the leases of their places end."""
+    def die(self) -> None:
+        """Be killed at work: its calls go on until the leases of their permits end."""
+        assert self._worker is not None
         self.stop(kill=True)
-        for token, ends in self._worker.lease_ends().items():
-            threading.Timer(ends - time.monotonic(), inside.leave, [token]).start()
+        self._worker.die()
 
     def _drop(self) -> None:
         """What the kernel does with the connections of a process that was killed."""
@@ -178,7 +184,8 @@ class Client:
 
 
 class _Labour:
-    """Enters and leaves."""
+    """Enters and leaves. As in a worker, a permit clock ends what was not renewed in time, however long the thread
+    of the permit store waits for PostgreSQL or Redis."""
 
     def __init__(self, store: Any, limit: Any, inside: Inside, width: int) -> None:
         self._backend = store
@@ -186,33 +193,75 @@ class _Labour:
         self._inside = inside
         self._width = width
         self._entries = 0
-        self._held: dict[str, tuple[float, float]] = {}  # token → when it leaves, when its lease is renewed
+        self._held: dict[str, _Stay] = {}
+        self._clock = PermitClock("labour", self._end)
+        self._clock.start()
 
-    def lease_ends(self) -> dict[str, float]:
-        """When the leases end of what it holds."""
-        return {token: at + self._limit.lease * 2 / 3 for token, (_, at) in self._held.items()}
+    def die(self) -> None:
+        """After its end, its calls go on until the leases of their permits end."""
+        for stay in self._held.values():
+            left = stay.permit.renewed_at + stay.permit.lease - boottime()
+            threading.Timer(left, self._inside.leave, [stay.permit.token]).start()
+
+    def end(self) -> None:
+        """It enters and leaves no more."""
+        for stay in self._held.values():
+            self._clock.forget(stay.permit)
+        self._clock.stop()
 
     def step(self) -> None:
-        now = time.monotonic()
-        done = [token for token, (ends, _) in self._held.items() if ends <= now]
-        for token in done:
+        now = boottime()
+        for token in [token for token, stay in self._held.items() if stay.permit.is_lost]:
             del self._held[token]
-            self._inside.leave(token)
+        done = [token for token, stay in self._held.items() if stay.ends_at <= now]
+        for token in done:
+            self._leave(token)
         if done:
             self._backend.release(self._limit, done)
-        due = [token for token, (_, renew_at) in self._held.items() if renew_at <= now]
-        for token in self._backend.renew(self._limit, due) if due else []:
-            del self._held[token]
-            self._inside.leave(token)
-        for token in due:
-            if token in self._held:
-                self._held[token] = (self._held[token][0], now + self._limit.lease / 3)
+        self._renew([token for token, stay in self._held.items() if stay.renew_at <= now])
         room = self._width - len(self._held)
         if room > 0:
-            wanted = tokens(room)
-            for token in self._backend.take(self._limit, wanted, self._limit.lease):
-                # Some stay for long, over whatever happens meanwhile.
-                stay = 2 * self._limit.lease if self._entries % 8 == 0 else 0.03
-                self._entries += 1
+            self._enter(tokens(room))
+
+    def _renew(self, due: list[str]) -> None:
+        if not due:
+            return
+        for token in self._backend.renew(self._limit, due):
+            self._leave(token)
+        lease, again_at = self._limit.lease, boottime() + self._limit.lease / 10
+        for token in due:
+            if (stay := self._held.get(token)) is not None:
+                stay.permit.renewed_at = self._backend.renewed_at(self._limit, token) or stay.permit.renewed_at
+                stay.renew_at = max(stay.permit.renewed_at + lease / 3, again_at)
+
+    def _enter(self, wanted: list[str]) -> None:
+        lease, asked_at = self._limit.lease, boottime()
+        for token in self._backend.take(self._limit, wanted, lease):
+            # Some stay for long, over whatever happens meanwhile.
+            stays = 2 * lease if self._entries % 8 == 0 else 0.03
+            self._entries += 1
+            permit = Permit(self._limit.name, token, lease, holder="a labour", asked_at=asked_at)
+            if permit.is_sure:  # otherwise its thread stood still for so long that nobody may begin
                 self._inside.enter(token)
-                self._held[token] = (now + stay, now + self._limit.lease / 3)
+                self._clock.watch(permit)
+            else:
+                stays = 0.0
+            self._held[token] = _Stay(permit, asked_at + stays, asked_at + lease / 3)
+
+    def _leave(self, token: str) -> None:
+        permit = self._held.pop(token).permit
+        self._clock.forget(permit)
+        self._inside.leave(token)
+
+    def _end(self, permit: Permit) -> None:
+        permit.is_lost = True
+        self._inside.leave(permit.token)
+
+
+@dataclass
+class _Stay:
+    """A permit, when its holder leaves, and when it is renewed (by `boottime`)."""
+
+    permit: Permit
+    ends_at: float
+    renew_at: float

@@ -143,7 +143,7 @@ def test_never_above_the_limit_while_redis_is_emptied_again_and_again(
         goal = inside.entries + 20
         until(lambda goal=goal: inside.entries >= goal, 60, what=lambda: one(db, NOTE))
         if number == 2:
-            clients.pop().die(inside)
+            clients.pop().die()
         own_redis.flush()
     inside.assert_never_above()
 

@@ -7,4 +7,4 @@ SELECT a.worker, c.domain, c.command_type, c.command_id, a.number, a.verdict, a.
   JOIN commandbus.worker w ON w.id = a.worker AND w.death IS NOT NULL AND a.finished_at >= w.died_at
   JOIN commandbus.command c ON c.id = a.command
  WHERE a.worker = ANY (%(workers)s::text[])
- ORDER BY a.finished_at, a.command
+ ORDER BY a.finished_at, a.command, a.number

@@ -2,5 +2,5 @@
 SELECT id, host, supervisor, died_at, death
   FROM commandbus.worker
  WHERE death IS NOT NULL
- ORDER BY died_at DESC
+ ORDER BY died_at DESC, id
  LIMIT %(most)s
