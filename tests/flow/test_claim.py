@@ -11,7 +11,7 @@ from flow_harness import Bus, at_once, expire_leases, fail, one, queue_length, s
 
 from commandbus import CommandBus, CommandStatus, NewCommand
 from commandbus.flow.commands.claim import Room, claim, next_due, put_right
-from commandbus.flow.commands.claimed_row import SUSPECT
+from commandbus.flow.commands.claimed_row import COMMAND_ID, SUSPECT
 from commandbus.model.outcome import Failure, Judgement, Verdict
 from commandbus.model.suspects import FIRST_DELAY
 
@@ -418,3 +418,12 @@ def test_a_claim_does_not_wait_for_a_locked_row(orders: Bus) -> None:
         other.execute("SELECT FROM pgmq.q_orders__commands ORDER BY msg_id LIMIT 1 FOR UPDATE")
         assert [attempt.command_id for attempt in orders.claim()] == ["k1", "k2"]
     assert [attempt.command_id for attempt in orders.claim()] == ["k0"]
+
+
+def test_a_claim_returns_commands_as_they_were_sent_wherever_their_rows_are(
+    orders: Bus, db: psycopg.Connection[Any]
+) -> None:
+    orders.send_many("orders", [NewCommand("Ship", command_id=f"k{n}") for n in range(6)])
+    for msg_id in (5, 1, 3):
+        db.execute("UPDATE pgmq.q_orders__commands SET vt = vt WHERE msg_id = %s", (msg_id,))
+    assert [row[COMMAND_ID] for row in orders.claim_raw().ready] == [f"k{n}" for n in range(6)]

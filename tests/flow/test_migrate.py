@@ -44,6 +44,11 @@ def orders(bus: Bus) -> Bus:
     return bus
 
 
+def test_the_key_of_a_queue_has_room_for_what_claims_add(orders: Bus, db: psycopg.Connection[Any]) -> None:
+    found = db.execute("SELECT reloptions FROM pg_class WHERE relname = 'q_orders__commands_pkey'").fetchone()
+    assert found == (["fillfactor=50"],)
+
+
 def _catalog(database: str) -> dict[str, list[Any]]:
     """All that was made, as PostgreSQL describes it."""
     queries = {

@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from psycopg import errors as pg
@@ -28,7 +29,7 @@ from psycopg import errors as pg
 from commandbus import sql
 from commandbus.errors import InvalidCommandError
 from commandbus.flow.breakers.breaker import OpenBreaker, hold
-from commandbus.flow.commands.claimed_row import BEFORE, ID, IS_PAUSED, QUARANTINE, SUSPECT, ClaimedRow
+from commandbus.flow.commands.claimed_row import BEFORE, ID, IS_PAUSED, MSG_ID, QUARANTINE, SUSPECT, ClaimedRow
 from commandbus.flow.commands.renew import Held, pending_cancels
 from commandbus.flow.commands.send import explain_missing
 from commandbus.flow.commands.settle import Settlement, cancellation, given_back, of_row, settle
@@ -62,6 +63,7 @@ MILLENNIUM = timedelta(hours=8_766_000)
 _SHIFTS = {HIGH: " - {millennium}", NORMAL: "", LOW: " + {millennium}"}
 EARLY, LATE = datetime(1500, 1, 1, tzinfo=UTC), datetime(2500, 1, 1, tzinfo=UTC)
 """Where the normal band begins and ends."""
+_BY_MSG_ID = itemgetter(MSG_ID)
 _FIRST: dict[int, datetime | str] = {HIGH: "-infinity", NORMAL: EARLY, LOW: LATE}
 
 
@@ -183,10 +185,11 @@ def claim(
     return as_claim(rows, n)
 
 
-def as_claim(rows: Sequence[tuple[Any, ...]], n: int) -> Claim:
-    """The result of a statement that leased up to n messages, with the unusual rows separated."""
+def as_claim(rows: list[tuple[Any, ...]], n: int) -> Claim:
+    """The result of a statement that leased up to n messages, by msg_id, with the unusual rows separated."""
     if not rows:
         return Claim([], [], False, None, None)
+    rows.sort(key=_BY_MSG_ID)
     ready = [
         row
         for row in rows

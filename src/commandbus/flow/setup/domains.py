@@ -95,6 +95,7 @@ def create_steps(domain: str) -> Steps[bool]:
     if rows:
         # A queue's rows live for milliseconds, so autovacuum must count changes, not the table's size.
         yield Statement(sql.text("setup/tune_queue", domain=domain))
+        yield Statement(sql.text("setup/tune_queue_key", domain=domain))
     return bool(rows)
 
 

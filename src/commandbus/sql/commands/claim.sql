@@ -30,6 +30,7 @@
 -- headers are not read here: 81 KB of jsonb can be a gigabyte of text. Moments and counts are clamped to what Python and
 -- the next claim can handle, because another client may write any value, even -infinity. Moments come as numbers,
 -- because timestamps are slow to write and to read in every row. Python makes a datetime of `created_at` only on request.
+-- The rows come in any order: Python sorts them by msg_id for less than the server would need.
 WITH picked AS MATERIALIZED (
     SELECT ctid, vt
       FROM pgmq.{queue}
@@ -83,4 +84,3 @@ SELECT l.msg_id, l.read_ct, c.id, c.command_id, c.command_type, c.data::text, le
                              AND pg_catalog.jsonb_typeof(l.message -> 'command'::text) = 'number'
                         THEN (l.message -> 'command'::text)::bigint END
        OFFSET 0) c ON c.msg_id = l.msg_id AND c.domain = %(domain)s AND c.status OPERATOR(pg_catalog.=) 'PENDING'
- ORDER BY l.msg_id

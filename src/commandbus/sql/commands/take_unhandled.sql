@@ -76,4 +76,3 @@ SELECT l.msg_id, l.read_ct, c.id, c.command_id, c.command_type, c.data::text, le
                              AND pg_catalog.jsonb_typeof(l.message -> 'command'::text) = 'number'
                         THEN (l.message -> 'command'::text)::bigint END
        OFFSET 0) c ON c.msg_id = l.msg_id AND c.domain = %(domain)s AND c.status OPERATOR(pg_catalog.=) 'PENDING'
- ORDER BY l.msg_id
