@@ -1,4 +1,4 @@
-"""The run: rounds in which floors and bus alternate, medians, ratios, and the count at the end."""
+"""The run: rounds in which floors and bus alternate, medians, ratios of each round, and the count at the end."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ WANTED = [  # figure, floor, least ratio
     ("limit_postgres_pairs_per_s", "floor_postgres_pairs_per_s", 0.70),
     ("limit_redis_pairs_per_s", "floor_redis_pairs_per_s", 0.70),
     ("drain_long_transaction_per_s", "drain_sync_per_s", 0.95),
-    ("drain_delayed_per_s", "drain_sync_per_s", 0.95),
-    ("drain_history_per_s", "drain_sync_per_s", 0.95),
+    ("drain_delayed_per_s", "drain_without_delayed_per_s", 0.95),
+    ("drain_history_per_s", "drain_without_history_per_s", 0.95),
     ("burst_after_idle_fresh_per_s", "burst_filled_fresh_per_s", 0.80),
     ("burst_after_idle_steady_per_s", "burst_filled_steady_per_s", 0.80),
     ("send_one_per_s", "floor_insert_per_s", 0.85),
@@ -143,7 +143,6 @@ class Run:
         self.drain("drain_sync_per_s", "sync", "sync")
         self.drain("drain_no_deadline_per_s", "no_deadline", "no_deadline")
         self.drain("drain_supervised_per_s", "supervised", "supervised")
-        self.floor("floor_overlapped_per_s", floors.overlapped)
         self.drain("drain_async_per_s", "async", "async")
         self.drain("drain_no_batch_per_s", "one_batch", "sync")
         self.drain("drain_batch_per_s", "one_batch", "sync", in_batch=True)
@@ -156,6 +155,7 @@ class Run:
         self.drain("drain_async_1ms_per_s", "async_1ms", "async_1ms", count=few)
         self.drain("drain_sync_insert_per_s", "sync_insert", "sync_insert", count=few // 2)
         self.drain("drain_async_insert_per_s", "async_insert", "async_insert", count=few // 2)
+        self.floor("floor_overlapped_per_s", floors.overlapped)
         self.as_installed()
         self.sends()
 
@@ -272,7 +272,7 @@ class Run:
         self.worker_processes("delayed", "sync")
         self.base.fill("delayed", 100_000, delay_seconds=86400)
         for _ in range(3):
-            self.drain("drain_sync_per_s", "sync", "sync")
+            self.drain("drain_without_delayed_per_s", "sync", "sync")
             self.drain("drain_delayed_per_s", "delayed", "sync")
         self.base.admin.execute(
             "INSERT INTO commandbus.command (domain, command_id, command_type, status, data, finished_at) "
@@ -281,7 +281,7 @@ class Run:
         )
         self.base.sent["history"] = 1_000_000
         for _ in range(3):
-            self.drain("drain_sync_per_s", "sync", "sync")
+            self.drain("drain_without_history_per_s", "sync", "sync")
             self.drain("drain_history_per_s", "history", "sync")
 
     def clear(self) -> None:
@@ -324,21 +324,31 @@ def _counted(url: str) -> dict[str, int]:
         return conn.execute(COUNTED).fetchone() or {}
 
 
-def report(medians: dict[str, float]) -> None:
+def ratio(figures: dict[str, list[float]], figure: str, other: str) -> float:
+    """The median of the rounds' ratios, because the machine's speed changes between rounds. Of figures that were
+    not measured in the same rounds, the ratio of their medians."""
+    ours, theirs = figures[figure], figures[other]
+    if len(ours) == len(theirs):
+        return statistics.median(one / two for one, two in zip(ours, theirs, strict=True))
+    return statistics.median(ours) / statistics.median(theirs)
+
+
+def report(figures: dict[str, list[float]]) -> None:
     """The figures, and the ratios that are wanted."""
+    medians = {name: statistics.median(values) for name, values in figures.items()}
     for name, value in medians.items():
         print(f"{name:32s} {value:12.2f}")
     print()
     for figure, floor, least in WANTED:
         if figure in medians and floor in medians:
-            ratio = medians[figure] / medians[floor]
-            mark = "ok  " if ratio >= least else "LOW "
-            print(f"{mark} {figure} / {floor} = {ratio:.2f} (wanted: {least:.2f})")
+            found = ratio(figures, figure, floor)
+            mark = "ok  " if found >= least else "LOW "
+            print(f"{mark} {figure} / {floor} = {found:.2f} (wanted: {least:.2f})")
     for what, sync, asynchronous in PARITY:
         if sync in medians and asynchronous in medians:
-            ratio = medians[sync] / medians[asynchronous]
-            mark = "ok  " if 0.9 <= ratio <= 1 / 0.9 else "MISS"
-            print(f"{mark} parity, {what}: sync / async = {ratio:.2f} (wanted: 0.90 to 1.11)")
+            found = ratio(figures, sync, asynchronous)
+            mark = "ok  " if 0.9 <= found <= 1 / 0.9 else "MISS"
+            print(f"{mark} parity, {what}: sync / async = {found:.2f} (wanted: 0.90 to 1.11)")
     for figure, bound, kind in BOUNDS:
         if figure in medians:
             value = medians[figure]
@@ -441,9 +451,9 @@ def main() -> None:
                 for member in worker_processes:
                     member.close()
         run.count_all()
-    medians = {name: statistics.median(values) for name, values in run.figures.items()}
-    report(medians)
+    report(run.figures)
     if args.json is not None:
+        medians = {name: statistics.median(values) for name, values in run.figures.items()}
         args.json.write_text(
             json.dumps({name: round(value, 3) for name, value in medians.items()}, indent=2) + "\n"
         )

@@ -121,6 +121,14 @@ def test_a_peer_that_nobody_knows_is_refused(peers: Any) -> None:
         peers.chosen(["sidekiq"])
 
 
+def test_a_ratio_is_the_median_of_those_of_the_rounds() -> None:
+    """The second round was twice as slow for both, and the third one for the second figure alone."""
+    from bench.__main__ import ratio
+
+    assert ratio({"ours": [80.0, 42.0, 80.0], "theirs": [100.0, 50.0, 50.0]}, "ours", "theirs") == 0.84
+    assert ratio({"ours": [80.0, 40.0, 90.0], "theirs": [100.0]}, "ours", "theirs") == 0.8
+
+
 @pytest.mark.parametrize(("sync", "mark"), [(1000.0, "ok  "), (895.0, "MISS"), (1112.0, "MISS"), (905.0, "ok  ")])
 def test_parity_is_printed_for_each_kind_of_handler(
     capsys: pytest.CaptureFixture[str], sync: float, mark: str
@@ -130,7 +138,7 @@ def test_parity_is_printed_for_each_kind_of_handler(
 
     report(
         {
-            f"drain_{lane}{kind}_per_s": value
+            f"drain_{lane}{kind}_per_s": [value]
             for lane, value in (("sync", sync), ("async", 1000.0))
             for kind in KINDS
         }
