@@ -32,4 +32,4 @@ WITH gone AS (
 SELECT CASE WHEN pg_catalog.count(*) > (SELECT pg_catalog.count(*) FROM settled)
             THEN ('{a command row is missing for one of ' || pg_catalog.count(*)::text || ' settlements}')::bigint[]
             WHEN pg_catalog.count(*) < %(asked)s
-            THEN COALESCE(pg_catalog.array_agg(command), ARRAY[]::bigint[]) END FROM gone
+            THEN ARRAY(SELECT command FROM gone) END FROM gone
