@@ -92,7 +92,9 @@ class Run:
     def worker_processes(self, domain: str, kind: str, size: int = 1) -> list[Member]:
         """The worker processes of a domain; started once, idle between rounds."""
         if domain not in self.members:
-            self.members[domain] = [Member(self.base, self.base.domain(domain), kind) for _ in range(size)]
+            if domain not in self.base.sent:
+                self.base.domain(domain)
+            self.members[domain] = [Member(self.base, domain, kind) for _ in range(size)]
         return self.members[domain]
 
     def drain(
@@ -211,11 +213,12 @@ class Run:
 
     def once(self) -> None:
         """Figures that one look gives."""
+        self.note("worker_rss_mb", self.members["sync"][0].read()[2])
+        self.end_members()
         times = sorted(fleet.pickup(self.base, self.base_domain("pickup", "stamp"), self.members["pickup"][0],
                                     50 if self.quick else 200))  # fmt: skip
         self.note("pickup_p50_ms", statistics.median(times))
         self.note("pickup_p99_ms", times[min(len(times) - 1, int(len(times) * 0.99))])
-        self.note("worker_rss_mb", self.members["sync"][0].read()[2])
         self.note("connections_busy", self.connections())
         updates, hot = self.base.admin.execute(
             "SELECT n_tup_upd, n_tup_hot_upd FROM pg_stat_user_tables WHERE schemaname = 'commandbus' "
@@ -226,6 +229,13 @@ class Run:
             self.note(name, value)
         for name, value in startup.measure(5 if self.quick else 15).items():
             self.note(name, value)
+
+    def end_members(self) -> None:
+        """End the worker processes of all domains. Idle ones use a processor, too."""
+        for members in self.members.values():
+            for member in members:
+                member.close()
+        self.members.clear()
 
     def base_domain(self, domain: str, kind: str) -> str:
         self.worker_processes(domain, kind)
@@ -269,6 +279,7 @@ class Run:
 
     def heavy(self) -> None:
         """With 100,000 delayed messages, and with a million finished commands."""
+        self.end_members()  # so that no worker is warmer than the one that it is compared with
         self.worker_processes("delayed", "sync")
         self.base.fill("delayed", 100_000, delay_seconds=86400)
         for _ in range(3):
@@ -447,9 +458,7 @@ def main() -> None:
             else:
                 run.everything()
         finally:
-            for worker_processes in run.members.values():
-                for member in worker_processes:
-                    member.close()
+            run.end_members()
         run.count_all()
     report(run.figures)
     if args.json is not None:

@@ -49,6 +49,7 @@ class Meeting:
         self.port = self._server.getsockname()[1]
         self.present: dict[socket.socket, int] = {}
         self.seen: list[tuple[str, int, int]] = []
+        self._is_closed = False
         self._change = threading.Condition()
         threading.Thread(target=self._serve, name="meeting", daemon=True).start()
 
@@ -61,11 +62,11 @@ class Meeting:
             return time.time()
 
     def let_go(self) -> None:
-        """Let all that are here finish."""
+        """Let all that are here finish. They are not here any more, even if their ends are noticed later."""
         with self._change:
             for peer in self.present:
-                with contextlib.suppress(OSError):
-                    peer.sendall(b"!")
+                _let_go(peer)
+            self.present.clear()
 
     def until_seen(self, command_id: str, seconds: float = 15.0) -> None:
         """Until an animal has begun."""
@@ -73,7 +74,9 @@ class Meeting:
             assert self._change.wait_for(lambda: any(seen[0] == command_id for seen in self.seen), seconds)
 
     def close(self) -> None:
-        """Everybody out."""
+        """Everybody out, and whoever is only arriving, too."""
+        with self._change:
+            self._is_closed = True
         self.let_go()
         self._server.close()
 
@@ -93,6 +96,8 @@ class Meeting:
             with self._change:
                 if words[0] == "animal":
                     self.seen.append((words[1], int(words[2]), int(words[3])))
+                elif self._is_closed:
+                    _let_go(peer)
                 else:
                     self.present[peer] = int(words[1])
                 self._change.notify_all()
@@ -102,6 +107,11 @@ class Meeting:
                 with self._change:
                     self.present.pop(peer, None)
                     self._change.notify_all()
+
+
+def _let_go(peer: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        peer.sendall(b"!")
 
 
 @dataclass(frozen=True)
