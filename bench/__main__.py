@@ -84,6 +84,7 @@ class Run:
         self.rounds = 3 if quick else 5
         self.figures: dict[str, list[float]] = defaultdict(list)
         self.members: dict[str, list[Member]] = {}
+        self.domains: set[str] = set()  # those of the members, of the ended ones, too
 
     def note(self, name: str, value: float) -> None:
         self.figures[name].append(value)
@@ -92,8 +93,8 @@ class Run:
     def worker_processes(self, domain: str, kind: str, size: int = 1) -> list[Member]:
         """The worker processes of a domain; started once, idle between rounds."""
         if domain not in self.members:
-            if domain not in self.base.sent:
-                self.base.domain(domain)
+            if domain not in self.domains:
+                self.domains.add(self.base.domain(domain))
             self.members[domain] = [Member(self.base, domain, kind) for _ in range(size)]
         return self.members[domain]
 
